@@ -1,0 +1,1 @@
+"""The command line: ``gapless generate``, ``chat`` and ``doctor``."""

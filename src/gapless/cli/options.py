@@ -1,0 +1,170 @@
+"""Options that commands share, made from the dataclasses they fill: :func:`shared_options`.
+
+A command writes parameters named ``engine`` and ``sampling``; on the command line each is an option a field. Names,
+types and defaults are those of :class:`~gapless.EngineConfig` and :class:`~gapless.SamplingParams`, which also check
+the values, so nothing is said twice.
+"""
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+import typer
+
+from gapless.cli.console import UsageError
+from gapless.config import EngineConfig
+from gapless.errors import ConfigError, RequestError
+from gapless.sampling_params import SamplingParams
+
+__all__ = [
+    "ChatTemplateOption",
+    "ModelOption",
+    "QuietOption",
+    "VerboseOption",
+    "checked_engine",
+    "checked_sampling",
+    "read_chat_template",
+    "shared_options",
+]
+
+ModelOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A folder, a *.gguf file, 'smollm2', a hub name (org/name), or with --load-format dummy a preset.",
+    ),
+]
+ChatTemplateOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template", help="Instead of the model's: a file, one of the model's templates by name, or Jinja source."
+    ),
+]
+QuietOption: TypeAlias = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Nothing on standard error but warnings and failures.")
+]
+VerboseOption: TypeAlias = Annotated[bool, typer.Option("--verbose", help="Show the traceback of a failure.")]
+
+_ENGINE_HELP = {
+    "depth": "Most steps in flight: 1 waits for each, 2 overlaps host and device, 3 hides jitter as well.",
+    "device": "auto, cuda or cpu.",
+    "dtype": "auto (bf16 on CUDA, fp32 on a CPU), float32, bfloat16 or float16.",
+    "load_format": "auto reads weights, dummy draws random ones.",
+    "seed": "Seed of random weights.",
+    "max_model_len": "Longest context in tokens; the largest that fits if not given.",
+    "max_rows": "Most requests on the device at once.",
+    "token_budget": "Most tokens in a step.",
+    "chunk_size": "Most prompt tokens of one request in a step; the budget if not given.",
+    "max_waiting": "Most requests queued.",
+    "block_size": "Tokens in a KV block, a power of two.",
+    "num_blocks": "KV blocks, instead of a size in bytes.",
+    "kv_cache_memory_bytes": "Memory of the KV cache; what is free if not given.",
+    "gpu_memory_utilization": "Share of the GPU's memory to use.",
+    "enable_prefix_caching": "Reuse the KV cache of prompts that start alike.",
+    "step_timeout_s": "Seconds after which a step that does not come back fails the engine.",
+}
+_SAMPLING_HELP = {
+    "temperature": "0 is greedy; higher is more varied.",
+    "top_k": "Choose among the k most likely tokens; 0 for all.",
+    "top_p": "Choose among the fewest tokens that reach this probability.",
+    "min_p": "Drop tokens less likely than this share of the most likely one.",
+    "seed": "Makes sampling repeatable.",
+    "max_tokens": "Most tokens of an answer.",
+    "min_tokens": "Fewest tokens before an answer may end.",
+    "stop_token_ids": "End at this token id (may be given several times).",
+    "ignore_eos": "Go on past the end token.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+}
+_FLAGS = {("engine", "seed"): "--weights-seed", ("sampling", "stop_token_ids"): "--stop-token-id"}
+
+
+def shared_options(*, sampling_defaults: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turn a command's parameters ``engine`` and ``sampling`` into options, and hand them over as two mappings.
+
+    Args:
+        sampling_defaults: what this command's defaults are where they differ from those of ``SamplingParams``.
+    """
+    groups = {
+        "engine": _parameters("engine", EngineConfig, _ENGINE_HELP, {}),
+        "sampling": _parameters("sampling", SamplingParams, _SAMPLING_HELP, sampling_defaults),
+    }
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            for group, parameters in groups.items():
+                given[group] = {p.name.removeprefix(f"{group}_"): given.pop(p.name) for p in parameters}
+            command(**given)
+
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in groups]
+        shared = [parameter for parameters in groups.values() for parameter in parameters]
+        signature = inspect.Signature([*own, *shared])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()} | {"return": None}
+        return run
+
+    return decorate
+
+
+def checked_engine(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the engine's options; a wrong value is wrong use."""
+    try:
+        EngineConfig(**options)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    return options
+
+
+def checked_sampling(options: Mapping[str, Any]) -> SamplingParams:
+    """Make sampling parameters; a wrong value is wrong use."""
+    try:
+        return SamplingParams(**options)
+    except RequestError as error:
+        raise UsageError(str(error)) from error
+
+
+def read_chat_template(value: str | None) -> str | None:
+    """The text of a template's file, or the value itself where it is no file."""
+    if value is None or "\n" in value or len(value) > 255 or not Path(value).is_file():
+        return value
+    return Path(value).read_text(encoding="utf-8")
+
+
+def _parameters(
+    group: str, dataclass: type[Any], help_texts: Mapping[str, str], defaults: Mapping[str, Any]
+) -> list[inspect.Parameter]:
+    hints = get_type_hints(dataclass)
+    parameters = []
+    for field in fields(dataclass):
+        if field.name not in help_texts:
+            continue
+        name = f"{group}_{field.name}"
+        default = defaults.get(field.name, field.default)
+        flag = _FLAGS.get((group, field.name), "--" + field.name.removesuffix("_s").replace("_", "-"))
+        if hints[field.name] is bool:
+            flag = f"{flag}/--no-{flag[2:]}"
+        option = typer.Option(flag, help=help_texts[field.name], rich_help_panel=f"{group.capitalize()} options")
+        kind = _option_type(hints[field.name])
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=list(default) if isinstance(default, tuple) else default,
+                annotation=Annotated[kind, option],
+            )
+        )
+    return parameters
+
+
+def _option_type(hint: Any) -> Any:
+    """What typer should parse: choices are checked by the dataclass, whose message names them."""
+    if get_origin(hint) is Literal:
+        return str
+    if isinstance(hint, types.UnionType) or hint in (bool, int, float, str):
+        return hint
+    return list[get_args(hint)[0]]  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""Continuous batching: requests, scheduler, paged KV blocks with a prefix cache, and the loop over the ring."""

@@ -1,0 +1,65 @@
+"""Which requests can be served at all: :class:`AdmissionLimits`, checked in the caller before anything is queued."""
+
+from dataclasses import dataclass
+
+from gapless.engine.request import EngineRequest
+from gapless.errors import PromptTooLongError, RequestError
+from gapless.sampling_params import MAX_STOP_TOKEN_IDS
+
+__all__ = ["MAX_ENDING_TOKENS", "AdmissionLimits"]
+
+MAX_ENDING_TOKENS = MAX_STOP_TOKEN_IDS + 64
+"""Most ids that may end one request: those it names and the model's EOS ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmissionLimits:
+    """What one request may need.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_model_len: positions the model has.
+        kv_capacity: tokens that the whole KV cache holds.
+        max_waiting: most requests queued and not yet running.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    kv_capacity: int
+    max_waiting: int
+
+    def check(self, request: EngineRequest) -> int:
+        """Return how many tokens the request may sample.
+
+        The last token sampled is never fed back, so a context of ``c`` positions gives ``c - prompt + 1`` tokens.
+
+        Raises:
+            RequestError: an empty prompt or an id outside the vocabulary.
+            PromptTooLongError: it can never fit.
+        """
+        prompt = request.prompt_token_ids
+        if not len(prompt):
+            raise RequestError("the prompt is empty: at least one token is needed")
+        for index, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"prompt_token_ids[{index}]={str(token)[:40]} is not in the vocabulary of {self.vocab_size} tokens"
+                )
+        request.params.check_vocabulary(self.vocab_size)
+        if len(request.stop_token_ids) > MAX_ENDING_TOKENS:
+            raise RequestError(
+                f"{len(request.stop_token_ids)} ids would end the request; at most {MAX_ENDING_TOKENS} are allowed"
+            )
+        if len(prompt) > self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} tokens and the context holds max_model_len={self.max_model_len}: "
+                "shorten the prompt"
+            )
+        if len(prompt) > self.kv_capacity:
+            raise PromptTooLongError(
+                f"the prompt needs {len(prompt)} tokens of KV cache and {self.kv_capacity} are available: shorten it "
+                "or give the cache more memory (kv_cache_memory_bytes, num_blocks)"
+            )
+        room = min(self.max_model_len, self.kv_capacity) - len(prompt) + 1
+        wanted = request.params.max_tokens
+        return room if wanted is None else min(wanted, room)

@@ -1,0 +1,197 @@
+"""Puts an engine together: :func:`build_engine`, from a model's name and the options to a running loop.
+
+The order: load the model, size the KV cache, make queues, device state and ring, start the loop. Runs in the thread
+that asks for the engine.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gapless.config import EngineConfig
+from gapless.engine.admission import MAX_ENDING_TOKENS, AdmissionLimits
+from gapless.engine.block_pool import BlockPool
+from gapless.engine.engine import Engine, OutputSink
+from gapless.engine.memory import plan_kv_cache
+from gapless.engine.prefix_cache import PrefixCache
+from gapless.engine.scheduler import Scheduler, SchedulerLimits
+from gapless.errors import ConfigError
+from gapless.layers.attention import AttentionBackend, TorchAttention
+from gapless.model.kv_cache import KVCache
+from gapless.model.loading import LoadedModel, Progress, load_model
+from gapless.model.runner import ModelRunner
+from gapless.model.spec import kv_shape
+from gapless.pipeline.batch import ScheduledBatch
+from gapless.pipeline.device_step import DeviceStep
+from gapless.pipeline.ring import Ring
+from gapless.pipeline.step_buffers import BufferLimits
+from gapless.pipeline.streams.cpu import CpuQueues, Delays
+from gapless.pipeline.streams.cuda import CudaQueues
+from gapless.pipeline.streams.protocol import Queues
+from gapless.sampling.sampler import Sampler
+
+__all__ = ["BuiltEngine", "build_engine", "resolve_device"]
+
+_log = logging.getLogger("gapless")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltEngine:
+    """A running engine and what was decided while it was built.
+
+    Attributes:
+        max_model_len: the longest context of one request: the least of the model's, the user's and the cache's.
+        kv_capacity: tokens that the KV cache holds.
+        start_s: seconds that building took.
+    """
+
+    engine: Engine
+    loaded: LoadedModel
+    max_model_len: int
+    kv_capacity: int
+    num_blocks: int
+    start_s: float
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is CUDA where there is one.
+
+    Raises:
+        ConfigError: CUDA was asked for and is not there.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda' was asked for and torch sees no CUDA device: run `gapless doctor`")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def build_engine(
+    model: str | Path,
+    config: EngineConfig,
+    sink: OutputSink,
+    *,
+    progress: Progress | None = None,
+    delays: Delays | None = None,
+    on_submit: Callable[[ScheduledBatch], None] = lambda batch: None,
+) -> BuiltEngine:
+    """Load ``model`` and start an engine on it.
+
+    Args:
+        model: a folder, a GGUF file, a name the engine knows, or a hub name.
+        config: the options.
+        sink: hears of tokens and ends, in the engine's thread.
+        progress: told about the stages of loading.
+        delays: stretches the work of CPU streams; for tests and demonstrations.
+        on_submit: shown every batch, in the engine's thread; for tests and benchmarks.
+
+    Raises:
+        ConfigError, CheckpointError: before anything runs.
+    """
+    began_s = time.perf_counter()
+    device = resolve_device(config.device)
+    loaded = load_model(
+        model,
+        load_format=config.load_format,
+        dtype=config.dtype,
+        device=device,
+        max_model_len=config.max_model_len,
+        attention=_attention(device),
+        seed=config.seed,
+        progress=progress,
+    )
+    wanted_len = config.max_model_len or loaded.config_max_model_len
+    if wanted_len > loaded.config_max_model_len:
+        raise ConfigError(
+            f"max_model_len={wanted_len} is above the {loaded.config_max_model_len} positions of the model: lower it"
+        )
+    shape = kv_shape(loaded.spec, loaded.dtype)
+    plan = plan_kv_cache(config, loaded.model, shape, model_len=wanted_len)
+    kv = KVCache(shape, num_blocks=plan.num_blocks, block_size=config.block_size, device=device)
+    capacity = plan.num_blocks * config.block_size
+    _log.info(
+        "KV cache: %d tokens (%d blocks of %d, %.2f GiB; %s)",
+        capacity,
+        plan.num_blocks,
+        config.block_size,
+        kv.nbytes / 2**30,
+        plan.reason,
+    )
+    _log.info("max_model_len: %d (the model allows %d)", plan.max_model_len, loaded.config_max_model_len)
+    queues: Queues = CpuQueues(delays) if device.type == "cpu" else CudaQueues(device)
+    max_blocks = -(-plan.max_model_len // config.block_size)
+    # A step allocates blocks for its tokens, and admitted requests bring cached ones: one of any length, then more
+    # while there is room.
+    max_changes = config.token_budget + config.max_rows + max(max_blocks, 4096)
+    ring = _build_ring(config, loaded, kv, queues, max_blocks=max_blocks, max_changes=max_changes)
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_rows=config.max_rows,
+            token_budget=config.token_budget,
+            chunk_size=config.resolved_chunk_size,
+            block_size=config.block_size,
+            max_changes=max_changes,
+            prefix_caching=config.enable_prefix_caching,
+        ),
+        BlockPool(plan.num_blocks, PrefixCache()),
+    )
+    engine = Engine(
+        scheduler=scheduler,
+        ring=ring,
+        sink=sink,
+        limits=AdmissionLimits(
+            vocab_size=loaded.spec.vocab_size,
+            max_model_len=plan.max_model_len,
+            kv_capacity=capacity,
+            max_waiting=config.max_waiting,
+        ),
+        step_timeout_s=config.step_timeout_s,
+        on_close=queues.close,
+        on_submit=on_submit,
+    )
+    if device.type == "cuda":
+        # Weights and buffers were made on the default stream, which orders nothing for ours.
+        torch.cuda.synchronize(device)
+    engine.start()
+    return BuiltEngine(
+        engine=engine,
+        loaded=loaded,
+        max_model_len=plan.max_model_len,
+        kv_capacity=capacity,
+        num_blocks=plan.num_blocks,
+        start_s=time.perf_counter() - began_s,
+    )
+
+
+def _attention(device: torch.device) -> AttentionBackend[Any]:
+    if device.type == "cpu":
+        return TorchAttention()
+    # Imported where it is used: a CPU machine need not have Triton.
+    from gapless.kernels.paged_attention import TritonAttention
+
+    return TritonAttention.for_device(device)
+
+
+def _build_ring(
+    config: EngineConfig, loaded: LoadedModel, kv: KVCache, queues: Queues, *, max_blocks: int, max_changes: int
+) -> Ring:
+    device_step = DeviceStep(
+        model=ModelRunner(loaded.model, kv),
+        sampler=Sampler(max_rows=config.max_rows, device=queues.device),
+        max_rows=config.max_rows,
+        max_blocks_per_row=max_blocks,
+        block_size=config.block_size,
+        device=queues.device,
+    )
+    limits = BufferLimits(
+        max_tokens=max(config.token_budget, config.max_rows),
+        max_rows=config.max_rows,
+        max_changes=max_changes,
+        max_masked=config.max_rows * MAX_ENDING_TOKENS,
+    )
+    return Ring(queues=queues, depth=config.depth, limits=limits, device_step=device_step)

@@ -1,0 +1,91 @@
+"""How large the KV cache is: :func:`plan_kv_cache`, from the user's word or from what is free.
+
+On CUDA the activation peak of the largest step is measured by running it, never guessed. Called once, by the thread
+that builds the engine.
+"""
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from gapless.config import EngineConfig
+from gapless.errors import ConfigError
+from gapless.model.decoder import DecoderModel
+from gapless.model.kv_cache import KVShape
+from gapless.model.runner import measure_activation_peak
+
+__all__ = ["KVPlan", "plan_kv_cache"]
+
+# A CPU shares its memory with everything else on the machine: a quarter of what is free, at most this much.
+_CPU_SHARE = 0.25
+_CPU_MOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVPlan:
+    """The cache's size and where it comes from.
+
+    Attributes:
+        num_blocks: blocks for requests; one more is reserved.
+        max_model_len: the longest context that one request may have.
+        reason: for the log, in words.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    reason: str
+
+
+def plan_kv_cache(config: EngineConfig, model: DecoderModel, shape: KVShape, *, model_len: int) -> KVPlan:
+    """Choose the number of blocks.
+
+    Args:
+        config: the user's options.
+        model: with its weights on the device.
+        shape: what a token costs.
+        model_len: positions that the model's configuration (or the user) allows.
+
+    Raises:
+        ConfigError: not one block fits, or ``max_model_len`` was asked for and does not fit.
+    """
+    block_bytes = shape.bytes_per_token * config.block_size
+    if config.num_blocks is not None:
+        num_blocks, reason = config.num_blocks, f"num_blocks={config.num_blocks}"
+    else:
+        available, reason = _available_bytes(config, model)
+        # More than every row at full length can never be used.
+        most = config.max_rows * -(-model_len // config.block_size)
+        num_blocks = min(available // block_bytes - 1, most)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"not one KV block of {block_bytes} bytes fits ({reason}): raise kv_cache_memory_bytes or "
+            "gpu_memory_utilization, or use a smaller model"
+        )
+    capacity = num_blocks * config.block_size
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} needs more KV cache than the {capacity} tokens that fit ({reason}): "
+            "lower it or give the cache more memory"
+        )
+    return KVPlan(num_blocks=num_blocks, max_model_len=min(model_len, capacity), reason=reason)
+
+
+def _available_bytes(config: EngineConfig, model: DecoderModel) -> tuple[int, str]:
+    if config.kv_cache_memory_bytes is not None:
+        return (config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}")
+    if model.device.type != "cuda":
+        free = psutil.virtual_memory().available
+        return (min(int(free * _CPU_SHARE), _CPU_MOST_BYTES), f"a share of {free / 2**30:.1f} GiB free memory")
+    peak = measure_activation_peak(
+        model, token_budget=config.token_budget, max_rows=config.max_rows, block_size=config.block_size
+    )
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    # What others hold on this GPU counts against the share as our own does.
+    budget = free - int(total * (1 - config.gpu_memory_utilization)) - peak
+    return (
+        max(budget, 0),
+        f"{config.gpu_memory_utilization:.0%} of {total / 2**30:.1f} GiB less weights and a measured activation peak "
+        f"of {peak / 2**30:.2f} GiB",
+    )

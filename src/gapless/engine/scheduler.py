@@ -1,0 +1,297 @@
+"""What the next step will run: :class:`Scheduler`, continuous batching with a token budget over paged KV.
+
+Decodes first, then prefill chunks of running requests, then admission by arrival without overtaking. The scheduler
+owns every request, its blocks and its row; the ring sees immutable batches only. It works ahead of the device: a
+request's ``num_computed_tokens`` counts what is enqueued, and its in-flight tokens are counted, never read.
+
+What it relies on: counts are always known (the values of tokens are not); a finish by length is foreseen, so its row
+and blocks are handed on as soon as its last step is enqueued; any other finish costs at most ``depth - 1`` rows whose
+tokens are dropped. Engine thread only.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gapless.engine.block_pool import BlockPool
+from gapless.engine.prefix_cache import CachedPrefix
+from gapless.engine.request import Request, RequestState
+from gapless.pipeline.batch import BatchBuilder, BatchEntry, MaskedToken, RowInit, ScheduledBatch, TableChange
+
+__all__ = ["Scheduler", "SchedulerLimits"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLimits:
+    """Resolved sizes.
+
+    Attributes:
+        max_rows: most requests on the device at once.
+        token_budget: most tokens in a step.
+        chunk_size: most tokens of one request in a step.
+        block_size: tokens in a KV block.
+        max_changes: most block-table changes in a step, which its buffers have room for.
+        prefix_caching: whether full blocks are kept for later requests.
+        buckets: sizes to which a pure decode step is padded; empty for none.
+    """
+
+    max_rows: int
+    token_budget: int
+    chunk_size: int
+    block_size: int
+    max_changes: int
+    prefix_caching: bool
+    buckets: tuple[int, ...] = ()
+
+
+class Scheduler:
+    """Running and waiting requests, and the rules that turn them into batches."""
+
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self.num_preemptions = 0
+        self.num_steps = 0
+        self._free_rows = list(range(limits.max_rows - 1, -1, -1))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is running or waiting."""
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request behind all others."""
+        self.waiting.append(request)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Build the next step, or return ``None`` when nothing can run now."""
+        plan = _Plan(self.num_steps, self.limits.token_budget)
+        self._continue_running(plan)
+        self._admit_waiting(plan)
+        if not plan.requests:
+            return None
+        self._retire(plan)
+        self.num_steps += 1
+        return plan.builder.build(buckets=self.limits.buckets, reserved_row=self.limits.max_rows)
+
+    def leave(self, request: Request) -> None:
+        """Give up a request's blocks and row; its steps in flight still return."""
+        self.pool.release(reversed(request.blocks))
+        request.blocks = []
+        self._free_rows.append(request.row)
+        request.row = -1
+        request.residency += 1
+        self.running.remove(request)
+
+    def withdraw(self, request: Request) -> None:
+        """Stop waiting or running for good, whatever the state; a retiring request has left already."""
+        if request.state is RequestState.RUNNING:
+            self.leave(request)
+        elif request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+
+    def register(self, request: Request, end: int) -> None:
+        """Put the request's full blocks below ``end`` into the prefix cache: known tokens whose KV is enqueued."""
+        size = self.limits.block_size
+        full = min(request.num_computed_tokens, end) // size
+        prefix = request.prefix
+        if full <= prefix.num_blocks or not self.limits.prefix_caching:
+            return
+        while prefix.num_blocks < full:
+            index = prefix.num_blocks
+            tokens = request.known_ids(index * size, (index + 1) * size).tobytes()
+            prefix = self.pool.cache.add(prefix, tokens, request.blocks[index])
+        request.prefix = prefix
+
+    def forget_prefix(self, request: Request) -> None:
+        """Take every cached block of the request's known tokens out of the prefix cache (its KV may be NaN)."""
+        for _, block in list(self._cached_chain(request, request.num_known_tokens // self.limits.block_size)):
+            self.pool.withdraw(block)
+
+    # --- the rules, in the order they are applied ------------------------------------------------------------------
+
+    def _continue_running(self, plan: "_Plan") -> None:
+        prefills: list[Request] = []
+        # A copy: preemption takes requests out of `running` meanwhile.
+        for request in list(self.running):
+            todo = request.num_prompt_tokens + len(request.output) + request.in_flight - request.num_computed_tokens
+            if todo != 1:
+                prefills.append(request)
+            elif plan.budget and request.state is RequestState.RUNNING:
+                self._put(plan, request, 1, todo)
+        for request in prefills:
+            if not plan.budget:
+                return
+            if request.state is RequestState.RUNNING:
+                todo = request.num_known_tokens + request.in_flight - request.num_computed_tokens
+                self._put(plan, request, min(todo, plan.budget, self.limits.chunk_size), todo)
+
+    def _admit_waiting(self, plan: "_Plan") -> None:
+        size = self.limits.block_size
+        while self.waiting and not plan.short and plan.budget and self._free_rows:
+            request = self.waiting[0]
+            # A preempted request re-enters only when its tokens in flight have arrived: they become its prompt.
+            if request.in_flight:
+                return
+            prefix, hits = request.prefix, []
+            if self.limits.prefix_caching:
+                # The last token is always computed, since its logits are wanted.
+                for prefix, block in self._cached_chain(request, (request.num_known_tokens - 1) // size):  # noqa: B007
+                    hits.append(block)
+            cached = len(hits) * size
+            num_tokens = min(request.num_known_tokens - cached, plan.budget, self.limits.chunk_size)
+            needed = -(-(cached + num_tokens) // size) - len(hits)
+            # One spare block for each running request; none when nothing runs, or a request that needs all of
+            # them could never start.
+            watermark = len(self.running)
+            if self.pool.num_available - sum(map(self.pool.is_evictable, hits)) < needed + watermark:
+                return
+            if plan.requests and len(plan.builder.table_changes) + len(hits) + needed > self.limits.max_changes:
+                return
+            self.waiting.popleft()
+            self._enter(plan, request, hits, prefix)
+            self._put(plan, request, num_tokens, request.num_known_tokens - cached)
+
+    def _enter(self, plan: "_Plan", request: Request, hits: list[int], prefix: CachedPrefix) -> None:
+        """Give a waiting request its row and its cached blocks."""
+        request.state = RequestState.RUNNING
+        row = request.row = self._free_rows.pop()
+        for column, block in enumerate(hits):
+            self.pool.share(block)
+            plan.builder.table_changes.append(TableChange(row, column, block))
+        request.blocks = hits
+        request.prefix = prefix
+        request.num_computed_tokens = len(hits) * self.limits.block_size
+        if request.metrics.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+        insort(self.running, request, key=_arrival)
+        params = request.params
+        if not params.greedy:
+            plan.builder.row_inits.append(
+                RowInit(
+                    row=row,
+                    temperature=params.temperature,
+                    top_k=max(params.top_k, 0),
+                    top_p=params.top_p,
+                    min_p=params.min_p,
+                    seed=request.seed,
+                )
+            )
+
+    def _put(self, plan: "_Plan", request: Request, num_tokens: int, todo: int) -> None:
+        """Give a request ``num_tokens`` of the step, with blocks for them; it keeps its place if there are none."""
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        short = -(-end // self.limits.block_size) - len(request.blocks)
+        if short > 0:
+            if not self._make_room(request, short):
+                plan.short = True
+                return
+            for _ in range(short):
+                block = self.pool.take()
+                plan.builder.table_changes.append(TableChange(request.row, len(request.blocks), block))
+                request.blocks.append(block)
+        final = num_tokens == todo
+        samples = final and request.max_tokens > 0
+        carries = samples and request.in_flight > 0
+        position = len(request.output) + request.in_flight
+        entry = BatchEntry(
+            request.id, request.residency, request.row, start, num_tokens, final, samples, carries, position
+        )
+        builder = plan.builder
+        if samples and (request.params.temperature or request.params.min_tokens > position):
+            _add_sampling(builder, request, position)
+        if num_tokens > 1:
+            # Several tokens to do means still prefilling, and then none is in flight: all ids are known.
+            builder.add_chunk(entry, request.known_ids(start, end))
+        elif carries:
+            builder.add_token(entry, 0)
+        else:
+            offset = start - request.num_prompt_tokens
+            builder.add_token(entry, request.output[offset] if offset >= 0 else int(request.prompt[start]))
+        plan.requests.append(request)
+        plan.budget -= num_tokens
+        request.step = plan.step
+        request.num_computed_tokens = end
+        if samples:
+            request.in_flight += 1
+        if end // self.limits.block_size > request.prefix.num_blocks:
+            self.register(request, request.num_known_tokens)
+
+    def _make_room(self, request: Request, needed: int) -> bool:
+        """Have ``needed`` blocks available, preempting later arrivals that are not in this step if need be."""
+        while self.pool.num_available < needed:
+            victim = self.running[-1]
+            for victim in reversed(self.running):
+                if victim.id <= request.id:
+                    return False
+                if victim.step != self.num_steps:
+                    break
+            else:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        """Recompute later: its blocks go, its tokens in flight still arrive, and it waits in its place by arrival."""
+        self.leave(victim)
+        victim.state = RequestState.WAITING
+        victim.num_computed_tokens = 0
+        victim.prefix = CachedPrefix.start(victim.salt)
+        victim.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+        place = next((i for i, other in enumerate(self.waiting) if other.id > victim.id), len(self.waiting))
+        self.waiting.insert(place, victim)
+
+    def _retire(self, plan: "_Plan") -> None:
+        """Release what finishes by length: this step is its last, and later steps run after it."""
+        for request in plan.requests:
+            if (
+                len(request.output) + request.in_flight >= request.max_tokens
+                and request.num_computed_tokens >= request.num_known_tokens
+            ):
+                self.register(request, request.num_known_tokens)
+                self.leave(request)
+                request.state = RequestState.RETIRING
+
+    def _cached_chain(self, request: Request, most: int) -> Iterable[tuple[CachedPrefix, int]]:
+        """The cached blocks that hold the request's known tokens from the start, at most ``most``."""
+        size = self.limits.block_size
+        prefix = CachedPrefix.start(request.salt)
+        for index in range(most):
+            found = self.pool.cache.find(prefix, request.known_ids(index * size, (index + 1) * size).tobytes())
+            if found is None:
+                return
+            yield found
+            prefix = found[0]
+
+
+class _Plan:
+    """A step while it is being decided."""
+
+    __slots__ = ("budget", "builder", "requests", "short", "step")
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.step = step
+        self.budget = budget
+        self.short = False
+        self.builder = BatchBuilder(step)
+        self.requests: list[Request] = []
+
+
+def _arrival(request: Request) -> int:
+    return request.id
+
+
+def _add_sampling(builder: BatchBuilder, request: Request, position: int) -> None:
+    params = request.params
+    sample = builder.num_samples
+    if not params.greedy:
+        builder.random_samples.append(sample)
+        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+            builder.needs_filter = True
+    if position < params.min_tokens:
+        builder.masked_tokens.extend(MaskedToken(sample, token) for token in request.stop_token_ids)

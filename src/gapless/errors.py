@@ -1,0 +1,70 @@
+"""Every error gapless raises on purpose, as one tree.
+
+::
+
+    GaplessError
+    ├── ConfigError (ValueError)            an option, or a pair of options, that cannot work
+    ├── CheckpointError (ValueError)        a model folder or file that is missing, damaged or untrustworthy
+    │   └── UnsupportedModelError           a model or feature that gapless does not have, by name
+    ├── RequestError (ValueError)           a request refused in the caller, before anything is queued
+    │   ├── PromptTooLongError              it can never fit into the context or the KV cache
+    │   └── QueueFullError                  refused for load: try again later
+    ├── RequestFailedError (RuntimeError)   an accepted request that ended in an error of its own
+    └── EngineDeadError (RuntimeError)      the engine loop ended; the cause is chained
+        └── StepTimeoutError                a step did not come back in time
+
+A message names the value, the limit and the remedy. ``assert`` is for invariants only.
+"""
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "EngineDeadError",
+    "GaplessError",
+    "PromptTooLongError",
+    "QueueFullError",
+    "RequestError",
+    "RequestFailedError",
+    "StepTimeoutError",
+    "UnsupportedModelError",
+]
+
+
+class GaplessError(Exception):
+    """Base class of every error raised on purpose."""
+
+
+class ConfigError(GaplessError, ValueError):
+    """An option, or a combination of options, that cannot work."""
+
+
+class CheckpointError(GaplessError, ValueError):
+    """A checkpoint that is missing, damaged or not to be trusted."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """A model architecture or feature that gapless does not implement."""
+
+
+class RequestError(GaplessError, ValueError):
+    """A request that is refused in the caller before anything is queued."""
+
+
+class PromptTooLongError(RequestError):
+    """A request that can never fit into the context length or the KV cache."""
+
+
+class QueueFullError(RequestError):
+    """A request refused because too many are waiting already."""
+
+
+class RequestFailedError(GaplessError, RuntimeError):
+    """An accepted request that ended in an error of its own, such as non-finite logits."""
+
+
+class EngineDeadError(GaplessError, RuntimeError):
+    """The engine loop has ended; ``__cause__`` is the error that ended it."""
+
+
+class StepTimeoutError(EngineDeadError):
+    """A step did not come back from the device within the watchdog's time."""

@@ -1,0 +1,348 @@
+"""The attention backend for CUDA: prefill, chunked prefill, decode and mixed steps straight from the block tables.
+
+The idea: a step's entries fall into two classes by their number of new tokens. *Decode* entries have one, which makes
+one small tile; *prefill* entries have more and are cut into large tiles. A mixed step launches the same kernel once for
+each class. A launch has a fixed number of item slots for each KV head, chosen from counts that the host knows, and the
+work list made on the device spreads the keys over them (see ``work_list``). So nothing waits for the device, and a
+captured decode step is right whatever lengths it is replayed with: its launches depend on the number of entries only.
+
+A plan owns the device memory of one step and is used on the compute stream only. The backend itself is immutable.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from torch import Tensor
+
+from gapless.kernels.attend_tiles import attend_kernel
+from gapless.kernels.work_list import ITEM_FIELDS, TileClass, WorkList, build_work_list
+from gapless.layers.forward_inputs import ForwardInputs
+
+__all__ = [
+    "AttentionPlan",
+    "TileShape",
+    "TritonAttention",
+    "default_decode_tile",
+    "default_prefill_tile",
+    "paged_attention_reference",
+]
+
+_LOG2_E = 1.4426950408889634
+# Elements of one step of the combine: 64 registers a thread at 4 warps.
+_COMBINE_ELEMENTS = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileShape:
+    """Launch settings of one class of entries.
+
+    Attributes:
+        rows: query rows of a tile (query tokens x query heads of a KV head); raised to one token's heads where needed.
+        keys: keys of a tile.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline over key tiles.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def default_decode_tile(head_dim: int, dtype: torch.dtype) -> TileShape:
+    """Tiles for decode, which reads K and V once and is bound by bandwidth.
+
+    16 rows are the smallest tensor-core tile. 64 keys of 128 bf16 numbers are 32 KiB of K and V. Block table entries go
+    through the same pipeline ahead of them, so five stages keep two such tiles on their way. A program then takes
+    71 KiB of shared memory and 168 registers a thread: three share a Hopper multiprocessor, with 192 KiB in flight.
+    """
+    padded = _padded(head_dim)
+    if dtype == torch.float32:
+        return _float32_tile(padded)
+    return TileShape(rows=16, keys=min(128, max(16, 8192 // padded)), num_warps=4, num_stages=5)
+
+
+def default_prefill_tile(head_dim: int, dtype: torch.dtype) -> TileShape:
+    """Tiles for prefill, which is bound by the tensor cores: two warp groups on 128 rows, 64 where registers run out.
+
+    Five stages for the same reason as in decode: with three, K has one buffer and loads wait for the product.
+    """
+    padded = _padded(head_dim)
+    if dtype == torch.float32:
+        return _float32_tile(padded)
+    if padded > 128:
+        return TileShape(rows=64, keys=32, num_warps=8, num_stages=3)
+    return TileShape(rows=128, keys=64, num_warps=8, num_stages=5)
+
+
+def _float32_tile(padded: int) -> TileShape:
+    """Exact fp32 products run outside the tensor cores with operands in registers: larger tiles spill."""
+    return TileShape(rows=16, keys=min(64, max(16, 4096 // padded)), num_warps=8, num_stages=2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Geometry:
+    """What the layers that share a work list have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launch:
+    """One launch of the kernel: its items, and the partial results of tiles whose keys are split."""
+
+    tile: TileShape
+    tile_tokens: int
+    tile_rows: int
+    work: WorkList
+    partial_out: Tensor  # [num_slots, num_kv_heads, tile_tokens * group, head_dim], fp32
+    partial_lse: Tensor  # the same without head_dim, base 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPlan:
+    """One step's inputs, and the launches made for each kind of layer when the first such layer attends."""
+
+    inputs: ForwardInputs
+    block_size: int
+    launches: dict[_Geometry, list[_Launch]] = field(default_factory=dict)
+
+
+class TritonAttention:
+    """``AttentionBackend`` for CUDA devices.
+
+    Args:
+        num_multiprocessors: how many programs groups of the device run side by side; sizes the split of contexts.
+        decode_tile: settings for entries of one new token; default by head size and dtype.
+        prefill_tile: settings for the others.
+        programs_per_multiprocessor: how finely contexts are split: programs wanted on each multiprocessor.
+        dependent_launch: use programmatic dependent launch (compute capability 9.0 and later). The kernel before may
+            then write ``q``, ``keys`` and ``values``, but none of the step's inputs.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_multiprocessors: int,
+        decode_tile: TileShape | None = None,
+        prefill_tile: TileShape | None = None,
+        programs_per_multiprocessor: int = 2,
+        dependent_launch: bool = False,
+    ) -> None:
+        self._programs = num_multiprocessors * programs_per_multiprocessor
+        self._decode_tile = decode_tile
+        self._prefill_tile = prefill_tile
+        self._dependent_launch = dependent_launch
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> "TritonAttention":
+        """The backend with default settings for a CUDA device."""
+        return cls(num_multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def plan(self, inputs: ForwardInputs, block_size: int) -> AttentionPlan:
+        """Start a step. Launches nothing: the work lists are made when the first layer of each kind attends."""
+        return AttentionPlan(inputs=inputs, block_size=block_size)
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        window: int | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from each of the step's tokens to its own context, up to and including itself.
+
+        Args:
+            q: ``[num_tokens, num_heads, head_dim]``, bf16, fp16 or fp32; any strides with unit stride in ``head_dim``.
+            keys: ``[num_slots, num_kv_heads, head_dim]`` of the same dtype, addressed by block and offset; this step's
+                keys have been written.
+            values: the same for values.
+            plan: what :meth:`plan` returned for this step.
+            scale: factor on the scores before softmax.
+            window: each token sees at most this many keys, itself included; ``None`` is the whole context.
+            out: where the result goes, ``[num_tokens, num_heads * head_dim]``, contiguous; default a new tensor.
+
+        Returns:
+            ``[num_tokens, num_heads * head_dim]`` in the dtype of ``q``.
+        """
+        num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads = keys.shape[1]
+        assert num_heads % num_kv_heads == 0
+        assert keys.shape[2] == head_dim
+        assert keys.shape == values.shape
+        assert keys.stride() == values.stride()
+        assert q.dtype == keys.dtype == values.dtype
+        assert q.stride(2) == keys.stride(2) == 1
+        if out is None:
+            out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+        assert out.is_contiguous()
+        assert out.shape == (num_tokens, num_heads * head_dim)
+        geometry = _Geometry(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=q.dtype, window=window
+        )
+        launches = plan.launches.get(geometry)
+        # A fresh work list is written by the kernel just before, which a dependent launch would not wait for.
+        dependent = self._dependent_launch and launches is not None
+        if launches is None:
+            launches = self._make_launches(plan.inputs, geometry)
+            plan.launches[geometry] = launches
+        for launch in launches:
+            _enqueue(launch, q, keys, values, out, plan, geometry, scale=scale, dependent=dependent)
+        return out
+
+    def _make_launches(self, inputs: ForwardInputs, geometry: _Geometry) -> list[_Launch]:
+        """Decide the launches of one kind of layer and enqueue the making of their work lists."""
+        decode = self._decode_tile or default_decode_tile(geometry.head_dim, geometry.dtype)
+        prefill = self._prefill_tile or default_prefill_tile(geometry.head_dim, geometry.dtype)
+        group = geometry.num_heads // geometry.num_kv_heads
+        # Programs wanted for each KV head.
+        wanted = -(-self._programs // geometry.num_kv_heads)
+        rows = _tile_rows(prefill, group)
+        classes = (
+            (decode, TileClass(min_query=1, max_query=1, tile_tokens=1, tile_keys=decode.keys)),
+            (prefill, TileClass(min_query=2, max_query=2**31 - 1, tile_tokens=rows // group, tile_keys=prefill.keys)),
+        )
+        launches: list[_Launch] = []
+        for tile, tile_class in classes:
+            num_tiles = tile_class.count_tiles(inputs.host_query_lens)
+            if not num_tiles:
+                continue
+            # Decode has room to split its long contexts whatever the number of entries, and its partial results are
+            # small. Prefill splits only while its tiles alone leave multiprocessors without work.
+            num_slots = num_tiles + wanted if tile is decode else max(num_tiles, wanted)
+            work = build_work_list(
+                inputs,
+                tile_class,
+                num_tiles=num_tiles,
+                num_slots=num_slots,
+                num_kv_heads=geometry.num_kv_heads,
+                window=geometry.window,
+            )
+            size = (num_slots, geometry.num_kv_heads, tile_class.tile_tokens * group)
+            if num_slots == num_tiles:
+                size = (0, 0, 0)  # every tile is one item, so nothing is stored in between
+            device = inputs.seq_lens.device
+            launches.append(
+                _Launch(
+                    tile=tile,
+                    tile_tokens=tile_class.tile_tokens,
+                    tile_rows=_tile_rows(tile, group),
+                    work=work,
+                    partial_out=torch.empty((*size, geometry.head_dim), dtype=torch.float32, device=device),
+                    partial_lse=torch.empty(size, dtype=torch.float32, device=device),
+                )
+            )
+        return launches
+
+
+def _enqueue(
+    launch: _Launch,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    plan: AttentionPlan,
+    geometry: _Geometry,
+    *,
+    scale: float,
+    dependent: bool,
+) -> None:
+    """Enqueue one launch of the attention kernel on the current stream."""
+    tile, tables = launch.tile, plan.inputs.block_tables
+    group = geometry.num_heads // geometry.num_kv_heads
+    padded = _padded(geometry.head_dim)
+    combine_rows = triton.next_power_of_2(launch.tile_tokens * group)
+    attend_kernel[(geometry.num_kv_heads, launch.work.num_slots)](
+        q,
+        keys,
+        values,
+        out,
+        launch.work.items,
+        tables,
+        launch.partial_out,
+        launch.partial_lse,
+        launch.work.arrivals,
+        scale * _LOG2_E,
+        geometry.window or 0,
+        q.stride(0),
+        q.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        tables.stride(0),
+        NUM_KV_HEADS=geometry.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=geometry.head_dim,
+        PADDED_DIM=padded,
+        BLOCK_SIZE=plan.block_size,
+        ITEM_FIELDS=ITEM_FIELDS,
+        TILE_ROWS=launch.tile_rows,
+        TILE_TOKENS=launch.tile_tokens,
+        TILE_KEYS=tile.keys,
+        COMBINE_ROWS=combine_rows,
+        COMBINE_ITEMS=min(64, max(1, _COMBINE_ELEMENTS // (combine_rows * padded))),
+        HAS_WINDOW=geometry.window is not None,
+        # A second loop pays where masks cost tensor-core time, not where memory is the bound.
+        UNMASKED_PHASE=geometry.window is None and launch.tile_tokens > 1,
+        DEPENDENT_LAUNCH=dependent,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        # Only when on: the interpreter knows no launch attributes.
+        **({"launch_pdl": True} if dependent else {}),
+    )
+
+
+def _padded(head_dim: int) -> int:
+    """The power of two that a head's elements are padded to inside the kernel."""
+    padded: int = max(16, triton.next_power_of_2(head_dim))
+    return padded
+
+
+def _tile_rows(tile: TileShape, group: int) -> int:
+    """Rows of a tile: at least one token with all heads of its group."""
+    rows: int = max(tile.rows, triton.next_power_of_2(group))
+    return rows
+
+
+def paged_attention_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    inputs: ForwardInputs,
+    block_size: int,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """What :meth:`TritonAttention.attend` computes, in plain torch and fp32, one entry after another.
+
+    Takes the same arguments (``inputs`` and ``block_size`` in place of the plan), on any device, and returns
+    ``[num_tokens, num_heads * head_dim]`` in fp32. It waits for the device.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    group = num_heads // keys.shape[1]
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    starts, seq_lens = inputs.query_starts.tolist(), inputs.seq_lens.tolist()
+    for entry, seq_len in enumerate(seq_lens):
+        begin, end = starts[entry], starts[entry + 1]
+        at = torch.arange(seq_len, device=q.device)
+        table = inputs.block_tables[inputs.rows[entry]].long()
+        slots = table[at // block_size] * block_size + at % block_size
+        k = keys[slots].float().repeat_interleave(group, 1)
+        v = values[slots].float().repeat_interleave(group, 1)
+        position = at[seq_len - (end - begin) :, None]
+        visible = at <= position
+        if window is not None:
+            visible &= at > position - window
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scale
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out.flatten(1)

@@ -1,0 +1,1 @@
+"""Building blocks of the models: plain torch, fp32 where accuracy needs it."""

@@ -1,0 +1,69 @@
+"""What a caller gets back: :class:`RequestOutput` with one :class:`CompletionOutput` for each choice."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["CompletionOutput", "FinishReason", "RequestMetrics", "RequestOutput"]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of ``time.perf_counter()``.
+
+    ``first_token_s`` and ``finished_s`` are taken when the host has collected the step, so they hold what a caller
+    sees and not what the device did.
+    """
+
+    arrived_s: float
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token, in seconds."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+    def tpot_s(self, num_tokens: int) -> float | None:
+        """Mean time per output token after the first, in seconds, for an output of ``num_tokens``."""
+        if self.first_token_s is None or self.finished_s is None or num_tokens < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (num_tokens - 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class CompletionOutput:
+    """One generated continuation.
+
+    Attributes:
+        index: which of the request's choices this is.
+        text: the decoded text; empty when the request asked for no text.
+        token_ids: every sampled token, EOS or stop token included.
+        finish_reason: ``None`` while it runs.
+        stop_reason: the id in ``stop_token_ids`` that ended it, if one did.
+        logprobs: not offered yet, always ``None``.
+        error: what went wrong, when ``finish_reason`` is ``"error"``.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: None = None
+    error: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestOutput:
+    """The state of a request: final from :class:`gapless.LLM`, growing from :class:`gapless.AsyncLLM`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None

@@ -1,0 +1,173 @@
+"""A model that answers: :class:`ServedModel`, what the blocking and the asynchronous API have in common.
+
+It owns the engine and the tokenizer, from the model's name to the end of the engine's threads, and knows how a prompt
+becomes a request. Any thread may call it. Nothing global is touched: no signal handlers, no settings of torch.
+
+The engine's thread never refers to this object, only to the sink that hears its news. So dropping the last reference
+ends the engine, as :meth:`ServedModel.close` and the end of a ``with`` block do.
+"""
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from gapless.config import DeviceName, EngineConfig
+from gapless.engine.assembly import BuiltEngine, build_engine
+from gapless.engine.engine import Engine, EngineCounters, OutputSink
+from gapless.engine.request import EngineRequest
+from gapless.errors import EngineDeadError
+from gapless.model.loading import Progress
+from gapless.prompts import PreparedPrompt
+from gapless.sampling_params import SamplingParams
+from gapless.text.chat import JsonValue, Message
+from gapless.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["EngineOptions", "ServedModel"]
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of :class:`~gapless.EngineConfig` as keywords; see there for what each of them does."""
+
+    depth: int
+    device: DeviceName
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    load_format: Literal["auto", "dummy"]
+    seed: int
+    max_model_len: int | None
+    max_rows: int
+    token_budget: int
+    chunk_size: int | None
+    max_waiting: int
+    block_size: int
+    num_blocks: int | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    step_timeout_s: float
+
+
+class ServedModel:
+    """A model, its tokenizer and a running engine.
+
+    Args:
+        model: a folder, a ``*.gguf`` file, ``smollm2``, a preset (with ``load_format="dummy"``), or a hub name.
+        sink: hears the engine's news, in the engine's thread. It must not refer to this object.
+        options: of the engine, by the names of :class:`EngineConfig`.
+        chat_template: Jinja source, or the name of one of the checkpoint's templates, instead of its default.
+        progress: told about the stages of loading.
+
+    Raises:
+        ConfigError: an unknown or impossible option.
+        CheckpointError: the model is missing, damaged or not supported.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        sink: OutputSink,
+        options: EngineOptions,
+        *,
+        chat_template: str | None,
+        progress: Progress | None,
+    ) -> None:
+        self._config = EngineConfig.from_options(dict(options))
+        built = build_engine(model, self._config, sink, progress=progress)
+        self._finalizer = weakref.finalize(self, _end, built.engine)
+        try:
+            vocab_size = built.loaded.spec.vocab_size
+            if progress is not None:
+                progress.stage("load tokenizer")
+            self._tokenizer = load_tokenizer(
+                built.loaded.tokenizer_source, vocab_size=vocab_size, chat_template=chat_template
+            )
+        except BaseException:
+            self._finalizer()
+            raise
+        named = {*built.loaded.eos_token_ids, self._tokenizer.eos_token_id}
+        self._eos_token_ids = frozenset(i for i in named if i is not None and 0 <= i < vocab_size)
+        self._max_model_len = built.max_model_len
+        self._built: BuiltEngine | None = built
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's options."""
+        return self._config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, under the name that users of vLLM know."""
+        return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context of one request, in tokens: the least of the model's, the user's and the cache's."""
+        return self._max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that ends an answer: those of the generation config, the config and the tokenizer together."""
+        return self._eos_token_ids
+
+    def counters(self) -> EngineCounters:
+        """The engine's counts at this moment.
+
+        Raises:
+            EngineDeadError: after :meth:`close`.
+        """
+        return self._engine.counters()
+
+    def close(self) -> None:
+        """End the engine: running requests are aborted, its threads end, memory is freed. A second call is nothing."""
+        built, self._built = self._built, None
+        if built is not None:
+            self._finalizer.detach()
+            built.engine.shutdown()
+
+    @property
+    def _engine(self) -> Engine:
+        built = self._built
+        if built is None:
+            raise EngineDeadError("the engine was closed: make a new object")
+        return built.engine
+
+    def _engine_request(self, prompt: PreparedPrompt, params: SamplingParams, *, streams: bool) -> EngineRequest:
+        eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        return EngineRequest(
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            stop_token_ids=eos.union(params.stop_token_ids),
+            streams=streams,
+            salt=prompt.salt,
+        )
+
+    def _prepare_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[JsonValue] | None,
+        template_variables: Mapping[str, JsonValue] | None,
+    ) -> PreparedPrompt:
+        how: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "template_variables": template_variables,
+        }
+        token_ids = self._tokenizer.encode_chat(messages, **how)
+        return PreparedPrompt(text=self._tokenizer.render_chat(messages, **how), token_ids=token_ids)
+
+
+def _end(engine: Engine) -> None:
+    """End an engine; only the main thread waits for it.
+
+    The collector may run this on a thread that the engine itself waits for, which must not wait for the engine.
+    """
+    engine.shutdown(30.0 if threading.current_thread() is threading.main_thread() else 0.0)

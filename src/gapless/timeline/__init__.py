@@ -1,0 +1,1 @@
+"""Seeing where the device's time goes."""

