@@ -56,8 +56,11 @@ class GenerationProgress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]}"),
         )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            yield cls(bar, total=total, counters=counters)
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, transient=console.is_terminal) as bar:
+            progress = cls(bar, total=total, counters=counters)
+            yield progress
+            progress.update(total)
 
     def update(self, num_done: int) -> None:
         """Show how many requests have ended, and the speed so far."""

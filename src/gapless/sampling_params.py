@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gapless.errors import RequestError
 
-__all__ = ["SamplingParams"]
+__all__ = ["MAX_STOP_TOKEN_IDS", "SamplingParams"]
 
 MAX_STOP_TOKEN_IDS = 64
 _INT63 = 2**63

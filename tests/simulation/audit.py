@@ -6,6 +6,7 @@ when a cache key holds anything else. Engine thread only.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gapless.engine.block_pool import BlockPool
@@ -13,8 +14,9 @@ from gapless.engine.prefix_cache import CachedPrefix, PrefixCache
 from gapless.engine.request import Request, RequestState
 from gapless.engine.scheduler import Scheduler, SchedulerLimits
 from gapless.pipeline.batch import BatchEntry, ScheduledBatch
+from simulation.solo import SoloOutput
 
-__all__ = ["Audit", "AuditError", "AuditedCache", "AuditedScheduler"]
+__all__ = ["Audit", "AuditError", "AuditedCache", "AuditedScheduler", "Truth", "check"]
 
 
 class AuditError(AssertionError):
@@ -25,6 +27,21 @@ def check(holds: bool, what: str) -> None:
     """Raise :class:`AuditError` with ``what`` unless ``holds``."""
     if not holds:
         raise AuditError(what)
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """A request's prompt and expected output, and how many of these tokens are fed to the model."""
+
+    ids: tuple[int, ...]
+    num_fed: int
+
+    @staticmethod
+    def of(prompt: Sequence[int], expected: SoloOutput) -> "Truth":
+        """The last token is never fed back, so past EOS there is nothing to cache; NaN ends it one step later."""
+        ids = (*prompt, *expected.token_ids)
+        last_is_fed = expected.finish_reason == "error" or not expected.token_ids
+        return Truth(ids, len(ids) - (not last_is_fed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +56,19 @@ class Audit:
 
     Attributes:
         requests: every request ever added, by id.
-        truth: prompt and expected output of each request, set before it is added.
+        truth: what each request will come to, set before it is added.
         num_samples: in how many sampling entries each request took part.
         tables: the device's block tables as they will be after the latest step's changes.
     """
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
-        self.truth: dict[int, tuple[int, ...]] = {}
+        self.truth: dict[int, Truth] = {}
         self.num_samples: Counter[int] = Counter()
         self.tables: dict[tuple[int, int], int] = {}
         self.step = -1
         self._registered: dict[int, _Registration] = {}
+        self._residencies: dict[int, int] = {}
 
     def registering(self, scheduler: Scheduler, index: int, tokens: bytes, block: int) -> None:
         """A block is about to become the ``index``-th of a cached prefix."""
@@ -60,12 +78,10 @@ class Audit:
         check(bool(holders), f"block {block} is registered at {start} and no running request has it there")
         for holder in holders:
             true = self.truth[holder.id]
-            # The last token of an output is never fed back: past EOS there is nothing to cache.
-            known = max(len(true) - 1, holder.num_prompt_tokens)
-            check(end <= known, f"request {holder.id} registers up to {end}; its output ends at {len(true)}")
+            check(end <= true.num_fed, f"request {holder.id} registers up to {end} and is fed {true.num_fed} tokens")
             check(end <= holder.num_computed_tokens, f"request {holder.id} registers block {block} before it is full")
             check(
-                tokens == holder.known_ids(start, end).tobytes() == _bytes_of(true[start:end]),
+                tokens == holder.known_ids(start, end).tobytes() == _bytes_of(true.ids[start:end]),
                 f"request {holder.id} registers block {block} under tokens that are not its own",
             )
 
@@ -96,16 +112,15 @@ class Audit:
     def check_pool(self, scheduler: Scheduler) -> None:
         """Check that the pool's counts are those of the holders."""
         pool = scheduler.pool
-        holders = Counter(block for request in scheduler.running for block in request.blocks)
-        for block in range(1, pool.num_blocks + 1):
-            count = pool.references[block]
-            check(count == holders[block], f"block {block} has {count} references and {holders[block]} holders")
-        check(holders[0] == 0, "the reserved block was handed out")
-        check(len(holders) == pool.num_in_use, f"{pool.num_in_use} blocks in use, {len(holders)} held")
-        check(
-            pool.num_free + pool.num_evictable + len(holders) == pool.num_blocks,
-            f"{pool.num_free} free, {pool.num_evictable} cached and {len(holders)} held of {pool.num_blocks}",
-        )
+        held = [0] * (pool.num_blocks + 1)
+        for request in scheduler.running:
+            for block in request.blocks:
+                held[block] += 1
+        check(pool.references == held, f"blocks have {pool.references} references and {held} holders")
+        check(held[0] == 0, "the reserved block was handed out")
+        in_use = len(held) - held.count(0)
+        total = pool.num_free + pool.num_evictable + in_use
+        check(total == pool.num_blocks, f"{pool.num_free} free, {pool.num_evictable} cached and {in_use} held blocks")
         rows = [request.row for request in scheduler.running]
         check(len(set(rows)) == len(rows), f"running requests share a row: {rows}")
 
@@ -123,6 +138,9 @@ class Audit:
         else:
             check(request.state is RequestState.RETIRING, f"{who} is in the step and {request.state.value}")
         check(request.in_flight >= 0, f"{who} has {request.in_flight} tokens in flight")
+        if self._residencies.get(request.id) != entry.residency:
+            self._residencies[request.id] = entry.residency
+            check(request.in_flight == entry.samples, f"{who} enters with tokens of an earlier stay in flight")
         check(not entry.samples or entry.final, f"{who} samples before its last token")
 
     def _check_blocks(self, scheduler: Scheduler, batch: ScheduledBatch) -> None:

@@ -24,7 +24,7 @@ from gapless.pipeline.ring import CollectedStep, Ring
 from gapless.pipeline.step_buffers import BufferLimits
 from gapless.pipeline.streams.protocol import Queues
 from gapless.pipeline.streams.simulator import SimulatorQueues
-from simulation.audit import Audit, AuditedScheduler, check
+from simulation.audit import Audit, AuditedScheduler, Truth, check
 from simulation.audited_queues import AuditedQueues, AuditedSampler
 from simulation.hash_model import HashModel
 from simulation.workload import PlannedAbort, PlannedRequest, Workload, draw_workload
@@ -152,7 +152,7 @@ class Rig:
         """Queue a request; the audit learns what it must give."""
 
         def told(ids: list[int]) -> None:
-            self.audit.truth[ids[0]] = (*planned.source.prompt_token_ids, *planned.expected.token_ids)
+            self.audit.truth[ids[0]] = Truth.of(planned.source.prompt_token_ids, planned.expected)
 
         self._commanded = True
         return self.engine.submit([planned.source], told)[0]

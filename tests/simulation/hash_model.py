@@ -72,7 +72,8 @@ class HashModel:
         states: list[int] = []
         for entry, table in enumerate(tables):
             num_new = starts[entry + 1] - starts[entry]
-            assert (num_new, lengths[entry]) == (inputs.host_query_lens[entry], inputs.host_seq_lens[entry])
+            told = inputs.host_query_lens[entry], inputs.host_seq_lens[entry]
+            assert (num_new, lengths[entry]) == told, f"device inputs {num_new, lengths[entry]} are not those of {told}"
             context = self._gather(self.first, table, lengths[entry])
             states += [attend(context[:end]) for end in range(lengths[entry] - num_new + 1, lengths[entry] + 1)]
         for slot, state in zip(slots, states, strict=True):

@@ -5,7 +5,7 @@ one token, shared prefixes, ids that stop some runs. Expected outputs are comput
 """
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from gapless.engine.admission import AdmissionLimits
@@ -80,27 +80,29 @@ class _Drawing:
         self._seed = seed
         self._random = random.Random(f"workload-{seed}")
         choice = self._random.choice
-        self._budget = choice([2, 4, 8, 16, 64])
-        self._chunk = choice([1, 3, 8, 64])
+        self._budget = choice([2, 5, 8, 16, 64])
+        self._chunk = choice([1, 3, 8, 64, 64])
         self._poison = VOCAB_SIZE - 1 if self._random.random() < 0.15 else None
         # A prompt takes prompt / pace steps; this bounds the length of a run.
         self._pace = min(self._budget, self._chunk)
-        self._longest_prompt = 10 if self._pace < 3 else 22
+        # Short prompts with long outputs are admitted together and outgrow the pool together: they get preempted.
+        self._outgrow = self._random.random() < 0.35
+        self._longest_prompt = 4 if self._outgrow else 8 if self._pace < 3 else 20
         self._bases = [[self._token() for _ in range(self._longest_prompt)] for _ in range(2)]
 
     def workload(self) -> Workload:
         choice, randint = self._random.choice, self._random.randint
-        prompts = [self._prompt() for _ in range(randint(1, 8))]
-        limits = [choice([0, 1, 1, 2, 3, 5, 8, 12]) for _ in prompts]
-        block_size = choice([1, 2, 3, 4, 8])
+        prompts = [self._prompt() for _ in range(randint(3, 6) if self._outgrow else randint(1, 8))]
+        limits = [choice([5, 9, 12] if self._outgrow else [0, 1, 1, 2, 3, 5, 8, 12]) for _ in prompts]
+        block_size = choice([1, 2, 3, 4] if self._outgrow else [1, 2, 3, 4, 8])
         longest = max(len(prompt) + max(most, 1) - 1 for prompt, most in zip(prompts, limits, strict=True))
         num_blocks = -(-longest // block_size)
-        if self._random.random() < 0.7:
-            num_blocks += choice([0, 1, 1, 2, 3])
+        if self._pace < 3 or self._outgrow or self._random.random() < 0.75:
+            num_blocks += choice([0, 0, 1, 1, 2])
         else:
-            num_blocks *= randint(2, 4)
+            num_blocks *= randint(2, 3)
         capacity = num_blocks * block_size
-        max_rows = randint(1, 6)
+        max_rows = choice([3, 4, 6] if self._outgrow else [1, 2, 3, 4, 6])
         admission = AdmissionLimits(
             vocab_size=VOCAB_SIZE,
             max_model_len=capacity + randint(0, 4) if self._random.random() < 0.8 else max(map(len, prompts)),
@@ -110,7 +112,7 @@ class _Drawing:
         arrival = 0
         requests: list[PlannedRequest] = []
         for prompt, most in zip(prompts, limits, strict=True):
-            arrival += choice([0, 0, 1, 2, 5])
+            arrival += choice([0, 0, 0, 1, 2, 4])
             requests.append(self._request(prompt, most, arrival, admission))
         return Workload(
             seed=self._seed,
@@ -149,19 +151,20 @@ class _Drawing:
         stops = self._stops(prompt, most) if self._random.random() < 0.4 else []
         salt = self._random.choice([b"", b"", b"", b"other"])
         streams = self._random.random() < 0.5
-        params = SamplingParams(
-            temperature=0.0 if greedy else self._random.choice([0.5, 1.0, 1.5]),
-            top_k=self._random.choice([0, 0, 1, 5]),
-            top_p=self._random.choice([1.0, 1.0, 0.8]),
-            min_p=self._random.choice([0.0, 0.0, 0.05]),
-            max_tokens=None if admission.max_model_len < len(prompt) + 3 else most,
-            min_tokens=self._random.randint(0, most) if self._random.random() < 0.3 else 0,
-            stop_token_ids=stops[:1],
-        )
         while True:
+            params = SamplingParams(
+                temperature=0.0 if greedy else self._random.choice([0.5, 1.0, 1.5]),
+                top_k=self._random.choice([0, 0, 1, 5]),
+                top_p=self._random.choice([1.0, 1.0, 0.8]),
+                min_p=self._random.choice([0.0, 0.0, 0.05]),
+                seed=self._random.getrandbits(63),
+                max_tokens=None if admission.max_model_len < len(prompt) + 3 else most,
+                min_tokens=self._random.randint(0, most) if self._random.random() < 0.3 else 0,
+                stop_token_ids=stops[:1],
+            )
             source = EngineRequest(
                 prompt_token_ids=prompt,
-                params=replace(params, seed=self._random.getrandbits(63)),
+                params=params,
                 stop_token_ids=frozenset(stops),
                 streams=streams,
                 salt=salt,
@@ -203,10 +206,17 @@ class _Drawing:
         """A request that needs every block (or the whole context, if that is shorter)."""
         room = min(admission.kv_capacity, admission.max_model_len)
         length = max(1, room - self._random.randint(0, 3))
-        prompt = [self._token() for _ in range(length)]
-        source = EngineRequest(
-            prompt_token_ids=prompt, params=SamplingParams(temperature=0, max_tokens=None), salt=b"last"
-        )
-        expected = expect(source, max_model_len=admission.max_model_len, kv_capacity=admission.kv_capacity)
-        return PlannedRequest(source=source, arrival=0, expected=expected)
-
+        while True:
+            source = EngineRequest(
+                prompt_token_ids=[self._token() for _ in range(length)],
+                params=SamplingParams(temperature=0, max_tokens=None),
+                salt=b"last",
+            )
+            expected = expect(
+                source,
+                max_model_len=admission.max_model_len,
+                kv_capacity=admission.kv_capacity,
+                poison=self._poison,
+            )
+            if expected.finish_reason == "length":
+                return PlannedRequest(source=source, arrival=0, expected=expected)

@@ -5,6 +5,7 @@ be a pipe: then one line is one message, and standard output holds the answers a
 """
 
 import asyncio
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,8 +70,8 @@ def _talk(llm: "AsyncLLM", params: SamplingParams, system: str | None) -> None:
     )
     interactive = sys.stdin.isatty()
     if interactive:
-        # Line editing and history for input(), where Python has it.
-        __import__("importlib").import_module("readline")
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives input() line editing, and there is none in a pipe
         say("/help lists the commands, Ctrl-D leaves", style="dim")
     with asyncio.Runner() as runner:
         while True:

@@ -1,7 +1,11 @@
 """The messages of a talk, kept short enough for the model's context: :class:`Conversation`."""
 
+from typing import TYPE_CHECKING
+
 from gapless.errors import RequestError
-from gapless.text.base_tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from gapless.text.base_tokenizer import Tokenizer
 
 __all__ = ["Conversation"]
 
@@ -18,7 +22,9 @@ class Conversation:
         max_answer: most tokens of an answer; room is kept for it, though never more than a quarter of the context.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, system: str | None, max_model_len: int, max_answer: int | None) -> None:
+    def __init__(
+        self, tokenizer: "Tokenizer", *, system: str | None, max_model_len: int, max_answer: int | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._said: list[dict[str, str]] = []

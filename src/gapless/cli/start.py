@@ -57,7 +57,8 @@ class StartProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bars.stop()
+        if stderr.is_terminal:
+            self._bars.stop()
 
     def stage(self, name: str) -> None:
         """A stage begins: the one before is complete."""

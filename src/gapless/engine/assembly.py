@@ -95,59 +95,23 @@ def build_engine(
     """
     began_s = time.perf_counter()
     device = resolve_device(config.device)
-    loaded = load_model(
-        model,
-        load_format=config.load_format,
-        dtype=config.dtype,
-        device=device,
-        max_model_len=config.max_model_len,
-        attention=_attention(device),
-        seed=config.seed,
-        progress=progress,
-    )
-    wanted_len = config.max_model_len or loaded.config_max_model_len
-    if wanted_len > loaded.config_max_model_len:
-        raise ConfigError(
-            f"max_model_len={wanted_len} is above the {loaded.config_max_model_len} positions of the model: lower it"
-        )
-    shape = kv_shape(loaded.spec, loaded.dtype)
-    plan = plan_kv_cache(config, loaded.model, shape, model_len=wanted_len)
-    kv = KVCache(shape, num_blocks=plan.num_blocks, block_size=config.block_size, device=device)
-    capacity = plan.num_blocks * config.block_size
-    _log.info(
-        "KV cache: %d tokens (%d blocks of %d, %.2f GiB; %s)",
-        capacity,
-        plan.num_blocks,
-        config.block_size,
-        kv.nbytes / 2**30,
-        plan.reason,
-    )
-    _log.info("max_model_len: %d (the model allows %d)", plan.max_model_len, loaded.config_max_model_len)
-    queues: Queues = CpuQueues(delays) if device.type == "cpu" else CudaQueues(device)
-    max_blocks = -(-plan.max_model_len // config.block_size)
+    loaded = _load(model, config, device, progress)
+    kv = _make_cache(config, loaded)
+    max_model_len = min(config.max_model_len or loaded.config_max_model_len, kv.num_blocks * config.block_size)
+    _log.info("max_model_len: %d (the model allows %d)", max_model_len, loaded.config_max_model_len)
+    max_blocks = -(-max_model_len // config.block_size)
     # A step allocates blocks for its tokens, and admitted requests bring cached ones: one of any length, then more
     # while there is room.
     max_changes = config.token_budget + config.max_rows + max(max_blocks, 4096)
-    ring = _build_ring(config, loaded, kv, queues, max_blocks=max_blocks, max_changes=max_changes)
-    scheduler = Scheduler(
-        SchedulerLimits(
-            max_rows=config.max_rows,
-            token_budget=config.token_budget,
-            chunk_size=config.resolved_chunk_size,
-            block_size=config.block_size,
-            max_changes=max_changes,
-            prefix_caching=config.enable_prefix_caching,
-        ),
-        BlockPool(plan.num_blocks, PrefixCache()),
-    )
+    queues: Queues = CpuQueues(delays) if device.type == "cpu" else CudaQueues(device)
     engine = Engine(
-        scheduler=scheduler,
-        ring=ring,
+        scheduler=_make_scheduler(config, kv.num_blocks, max_changes),
+        ring=_make_ring(config, ModelRunner(loaded.model, kv), queues, max_blocks=max_blocks, max_changes=max_changes),
         sink=sink,
         limits=AdmissionLimits(
             vocab_size=loaded.spec.vocab_size,
-            max_model_len=plan.max_model_len,
-            kv_capacity=capacity,
+            max_model_len=max_model_len,
+            kv_capacity=kv.num_blocks * config.block_size,
             max_waiting=config.max_waiting,
         ),
         step_timeout_s=config.step_timeout_s,
@@ -161,11 +125,40 @@ def build_engine(
     return BuiltEngine(
         engine=engine,
         loaded=loaded,
-        max_model_len=plan.max_model_len,
-        kv_capacity=capacity,
-        num_blocks=plan.num_blocks,
+        max_model_len=max_model_len,
+        kv_capacity=kv.num_blocks * config.block_size,
+        num_blocks=kv.num_blocks,
         start_s=time.perf_counter() - began_s,
     )
+
+
+def _load(model: str | Path, config: EngineConfig, device: torch.device, progress: Progress | None) -> LoadedModel:
+    return load_model(
+        model,
+        load_format=config.load_format,
+        dtype=config.dtype,
+        device=device,
+        max_model_len=config.max_model_len,
+        attention=_attention(device),
+        seed=config.seed,
+        progress=progress,
+    )
+
+
+def _make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache:
+    shape = kv_shape(loaded.spec, loaded.dtype)
+    model_len = config.max_model_len or loaded.config_max_model_len
+    plan = plan_kv_cache(config, loaded.model, shape, model_len=model_len)
+    kv = KVCache(shape, num_blocks=plan.num_blocks, block_size=config.block_size, device=loaded.model.device)
+    _log.info(
+        "KV cache: %d tokens (%d blocks of %d, %.2f GiB; %s)",
+        plan.num_blocks * config.block_size,
+        plan.num_blocks,
+        config.block_size,
+        kv.nbytes / 2**30,
+        plan.reason,
+    )
+    return kv
 
 
 def _attention(device: torch.device) -> AttentionBackend[Any]:
@@ -177,11 +170,21 @@ def _attention(device: torch.device) -> AttentionBackend[Any]:
     return TritonAttention.for_device(device)
 
 
-def _build_ring(
-    config: EngineConfig, loaded: LoadedModel, kv: KVCache, queues: Queues, *, max_blocks: int, max_changes: int
-) -> Ring:
+def _make_scheduler(config: EngineConfig, num_blocks: int, max_changes: int) -> Scheduler:
+    limits = SchedulerLimits(
+        max_rows=config.max_rows,
+        token_budget=config.token_budget,
+        chunk_size=config.resolved_chunk_size,
+        block_size=config.block_size,
+        max_changes=max_changes,
+        prefix_caching=config.enable_prefix_caching,
+    )
+    return Scheduler(limits, BlockPool(num_blocks, PrefixCache()))
+
+
+def _make_ring(config: EngineConfig, runner: ModelRunner, queues: Queues, *, max_blocks: int, max_changes: int) -> Ring:
     device_step = DeviceStep(
-        model=ModelRunner(loaded.model, kv),
+        model=runner,
         sampler=Sampler(max_rows=config.max_rows, device=queues.device),
         max_rows=config.max_rows,
         max_blocks_per_row=max_blocks,

@@ -28,12 +28,10 @@ class KVPlan:
 
     Attributes:
         num_blocks: blocks for requests; one more is reserved.
-        max_model_len: the longest context that one request may have.
         reason: for the log, in words.
     """
 
     num_blocks: int
-    max_model_len: int
     reason: str
 
 
@@ -68,7 +66,7 @@ def plan_kv_cache(config: EngineConfig, model: DecoderModel, shape: KVShape, *, 
             f"max_model_len={config.max_model_len} needs more KV cache than the {capacity} tokens that fit ({reason}): "
             "lower it or give the cache more memory"
         )
-    return KVPlan(num_blocks=num_blocks, max_model_len=min(model_len, capacity), reason=reason)
+    return KVPlan(num_blocks=num_blocks, reason=reason)
 
 
 def _available_bytes(config: EngineConfig, model: DecoderModel) -> tuple[int, str]:

@@ -12,7 +12,17 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BatchBuilder", "BatchEntry", "Int32Array", "RowInit", "ScheduledBatch", "StepResult", "TableChange"]
+__all__ = [
+    "BatchBuilder",
+    "BatchEntry",
+    "Int32Array",
+    "MaskedToken",
+    "RowInit",
+    "ScheduledBatch",
+    "StepResult",
+    "TableChange",
+    "pad_decode_batch",
+]
 
 Int32Array: TypeAlias = NDArray[np.int32]
 

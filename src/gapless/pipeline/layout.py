@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gapless.pipeline.batch import ScheduledBatch
 
-__all__ = ["StepLayout", "StepSizes", "layout_of", "sizes_of"]
+__all__ = ["StepLayout", "StepSizes", "capacity_bytes", "layout_of", "sizes_of"]
 
 
 class StepSizes(NamedTuple):

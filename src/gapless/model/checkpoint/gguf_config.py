@@ -18,7 +18,7 @@ from gapless.errors import CheckpointError, UnsupportedModelError
 from gapless.model.checkpoint.gguf_header import GgufHeader, GgufTensorInfo, GgufValue
 from gapless.model.checkpoint.json_files import build_config
 
-__all__ = ["PERMUTED_ARCHITECTURES", "SUPPORTED_ARCHITECTURES", "config_from_gguf", "stop_ids_of"]
+__all__ = ["PERMUTED_ARCHITECTURES", "SUPPORTED_ARCHITECTURES", "architecture_of", "config_from_gguf", "stop_ids_of"]
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 PERMUTED_ARCHITECTURES = frozenset({"llama", "mistral"})

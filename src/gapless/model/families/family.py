@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from gapless.errors import UnsupportedModelError
 
-__all__ = ["Family", "FamilyTraits", "full_attention", "refuse_options", "windows_by_layer_type"]
+__all__ = ["Family", "FamilyTraits", "check_window", "full_attention", "refuse_options", "windows_by_layer_type"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
