@@ -20,7 +20,6 @@ import torch
 import triton
 from torch import Tensor
 
-from gapless.kernels.kv_write import write_kv, write_kv_reference
 from gapless.kernels.paged_attention import (
     TileShape,
     TritonAttention,
@@ -241,23 +240,6 @@ def describe(result: dict[str, object]) -> str:
     ).format(setting, **result)
 
 
-def time_kv_write(num_tokens: int, repeats: int) -> dict[str, object]:
-    """One layer's KV write, this kernel against two ``index_copy_`` calls; 32 layers to a graph."""
-    qkv = torch.randn((num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM), dtype=DTYPE, device="cuda")
-    k, v = qkv[:, NUM_HEADS : NUM_HEADS + NUM_KV_HEADS], qkv[:, NUM_HEADS + NUM_KV_HEADS :]
-    cache = torch.zeros((2, 65536, NUM_KV_HEADS, HEAD_DIM), dtype=DTYPE, device="cuda")
-    slots = torch.randperm(65536, device="cuda")[:num_tokens]
-    times = {}
-    for name, write in (("kernel_us", write_kv), ("index_copy_us", write_kv_reference)):
-
-        def run(write: Callable[..., None] = write) -> None:
-            for _ in range(MAX_LAYERS):
-                write(k, v, cache[0], cache[1], slots)
-
-        times[name] = graph_time_s(run, repeats=repeats) / MAX_LAYERS * 1e6
-    return {"case": f"kv write, {num_tokens} tokens", **times}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--block-size", type=int, nargs="+", default=[16])
@@ -287,11 +269,6 @@ def main() -> None:
             for result in [timed[0], *best, *(r for r in timed[1:] if "failed" in r)]:
                 print(describe(result), flush=True)
             results += timed
-    for num_tokens in (1, 32, 256, 8192):
-        if options.case in f"kv write, {num_tokens} tokens":
-            result = time_kv_write(num_tokens, options.repeats)
-            print("{case}: {kernel_us:.2f} us, index_copy_ {index_copy_us:.2f} us".format(**result), flush=True)
-            results.append(result)
     if options.json:
         environment = {"device": device, "torch": torch.__version__, "triton": triton.__version__}
         environment |= {"python": platform.python_version(), "read_tb_s": bandwidth / 1e12}

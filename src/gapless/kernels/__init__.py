@@ -7,7 +7,7 @@ counts it knows, so that nothing here waits for the device and everything can be
 - ``paged_attention``: :class:`~gapless.kernels.paged_attention.TritonAttention`, the attention backend for CUDA.
 - ``work_list``: which part of which context each program of an attention launch reads, decided on the device.
 - ``attend_tiles``: the attention kernel itself, for prefill, chunked prefill and decode.
-- ``kv_write``: a layer's new keys and values into the paged cache.
+- ``layer_ops``: the work between matrix products: residual and norm, rotation and cache write, the gate.
 
 Importing these modules imports Triton, so only code that runs on a CUDA device does so. Set ``TRITON_INTERPRET=1``
 before Triton is imported to run the kernels on a CPU, in fp32 only.

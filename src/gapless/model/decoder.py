@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gapless.layers.activation import silu_and_mul
 from gapless.layers.attention import AttentionBackend
 from gapless.layers.forward_inputs import ForwardInputs
 from gapless.layers.linear import Linear
-from gapless.layers.norm import rms_norm
+from gapless.layers.ops import LayerOps
 from gapless.layers.rope import RopeTable, Rotation
 from gapless.model.families.weights import LoadReport, WeightSlot, fill_slots
 from gapless.model.kv_cache import KVCache
@@ -93,6 +92,7 @@ class DecoderModel:
         device: where everything lives.
         max_model_len: the longest context in tokens; the RoPE table reaches that far.
         attention: the backend that reads the paged cache.
+        ops: the work between the matrix products.
 
     Raises:
         ConfigError: if the model's RoPE does not reach ``max_model_len``.
@@ -108,6 +108,7 @@ class DecoderModel:
         device: torch.device,
         max_model_len: int,
         attention: AttentionBackend[Any],
+        ops: LayerOps,
     ) -> None:
         spec.check_max_model_len(max_model_len)
         self.spec = spec
@@ -115,6 +116,7 @@ class DecoderModel:
         self.device = device
         self.max_model_len = max_model_len
         self.attention = attention
+        self.ops = ops
         self.rope = RopeTable(spec.rope, num_positions=max_model_len, device=device)
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.layers = [DecoderLayer.empty(spec, i, dtype, device) for i in range(spec.num_layers)]
@@ -146,42 +148,35 @@ class DecoderModel:
         plan = self.attention.plan(inputs, kv.block_size)
         rotation = self.rope.rotation(inputs.positions)
         hidden = self.embedding.index_select(0, inputs.input_ids)
+        eps, ops = self.spec.norm_eps, self.ops
+        # What the last block adds to the residual stream; the next norm adds it, so that both are one operation.
+        delta: Tensor | None = None
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
-            hidden += self._attend(layer, hidden, inputs.slot_mapping, rotation, keys, values, plan)
-            hidden += self._feed_forward(layer, hidden)
+            x = ops.add_rms_norm(hidden, delta, layer.attention_norm, eps)
+            delta = self._attend(layer, x, inputs.slot_mapping, rotation, keys, values, plan)
+            x = ops.add_rms_norm(hidden, delta, layer.mlp_norm, eps)
+            delta = layer.down(ops.silu_and_mul(layer.gate_up(x)))
         # Only the rows that are sampled meet the head: at 128k tokens of vocabulary it is a large part of a step.
         wanted = hidden.index_select(0, inputs.logits_indices)
-        return self.head(rms_norm(wanted, self.final_norm, self.spec.norm_eps)).float()
+        last = None if delta is None else delta.index_select(0, inputs.logits_indices)
+        return self.head(ops.add_rms_norm(wanted, last, self.final_norm, eps)).float()
 
     def _attend(
         self,
         layer: DecoderLayer,
-        hidden: Tensor,
+        x: Tensor,
         slots: Tensor,
         rotation: Rotation,
         keys: Tensor,
         values: Tensor,
         plan: object,
     ) -> Tensor:
-        """``[num_tokens, hidden_size]``: what the layer's attention adds to ``hidden``."""
+        """``[num_tokens, hidden_size]``: what the layer's attention adds to the residual stream."""
         spec = self.spec
-        heads, rotated = spec.num_heads, spec.num_heads + spec.num_kv_heads
-        x = rms_norm(hidden, layer.attention_norm, spec.norm_eps)
-        qkv = layer.qkv(x).view(-1, rotated + spec.num_kv_heads, spec.head_dim)
-        qk = qkv[:, :rotated]
-        if layer.qk_norm is not None:
-            qk = rms_norm(qk, layer.qk_norm, spec.norm_eps)
-        qk = rotation.apply(qk)
-        keys.index_copy_(0, slots, qk[:, heads:])
-        values.index_copy_(0, slots, qkv[:, rotated:])
+        qkv = layer.qkv(x).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        q = self.ops.rotate_and_write(qkv, layer.qk_norm, spec.norm_eps, rotation, keys, values, slots)
         scale = spec.attention_scale
-        attended = self.attention.attend(qk[:, :heads], keys, values, plan, scale=scale, window=layer.window)
-        return layer.o(attended)
-
-    def _feed_forward(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        """``[num_tokens, hidden_size]``: what the layer's feed-forward part adds to ``hidden``."""
-        x = rms_norm(hidden, layer.mlp_norm, self.spec.norm_eps)
-        return layer.down(silu_and_mul(layer.gate_up(x)))
+        return layer.o(self.attention.attend(q, keys, values, plan, scale=scale, window=layer.window))
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> LoadReport:
         """Copy a checkpoint's tensors into place; may be called again with other weights.

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from gapless.errors import CheckpointError, ConfigError
 from gapless.layers.attention import AttentionBackend
+from gapless.layers.ops import LayerOps
 from gapless.model.checkpoint import Checkpoint, LoadFormat, TokenizerSource, open_checkpoint
 from gapless.model.decoder import DecoderModel
 from gapless.model.spec import ModelSpec, spec_from_config
@@ -85,6 +86,7 @@ def load_model(
     device: torch.device,
     max_model_len: int | None = None,
     attention: AttentionBackend[Any],
+    ops: LayerOps,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -97,6 +99,7 @@ def load_model(
         device: where weights and activations live.
         max_model_len: the longest context in tokens; ``None`` for the configuration's.
         attention: the backend that the decoder calls.
+        ops: the work between its matrix products.
         seed: of the random weights; unused with ``auto``.
         progress: told about stages and bytes.
 
@@ -116,7 +119,7 @@ def load_model(
     length = spec.max_position_embeddings if max_model_len is None else max_model_len
 
     progress.stage("allocate model")
-    decoder = DecoderModel(spec, dtype=chosen, device=device, max_model_len=length, attention=attention)
+    decoder = DecoderModel(spec, dtype=chosen, device=device, max_model_len=length, attention=attention, ops=ops)
     if load_format == "dummy":
         progress.stage("draw random weights")
         decoder.init_dummy(seed)

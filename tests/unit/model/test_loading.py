@@ -15,6 +15,7 @@ from fixtures.checkpoints import f_hist_model, f_table_model, save
 from fixtures.paged_driver import PagedDriver
 from gapless.errors import CheckpointError, ConfigError, UnsupportedModelError
 from gapless.layers.attention import TorchAttention
+from gapless.layers.ops import TorchOps
 from gapless.model.loading import LoadedModel, LoadStage, load_model, resolve_dtype
 from unit.model.checkpoint.builders import write_gguf
 
@@ -37,7 +38,7 @@ class Recorder:
 
 
 def load(model: str | Path, **options: Any) -> LoadedModel:
-    return load_model(model, device=CPU, attention=TorchAttention(), **options)
+    return load_model(model, device=CPU, attention=TorchAttention(), ops=TorchOps(), **options)
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from fixtures.checkpoints import f_hist_model, save
 from fixtures.paged_driver import PagedDriver
 from gapless.errors import CheckpointError
 from gapless.layers.attention import TorchAttention
+from gapless.layers.ops import TorchOps
 from gapless.model.decoder import DecoderModel
 from gapless.model.spec import spec_from_config
 
@@ -24,7 +25,14 @@ LAYER = "model.layers.1."
 
 def empty_model(reference: PreTrainedModel, dtype: torch.dtype = torch.float32) -> DecoderModel:
     spec = spec_from_config(reference.config)
-    return DecoderModel(spec, dtype=dtype, device=torch.device("cpu"), max_model_len=64, attention=TorchAttention())
+    return DecoderModel(
+        spec,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_model_len=64,
+        attention=TorchAttention(),
+        ops=TorchOps(),
+    )
 
 
 def folder_with(tmp_path: Path, model: PreTrainedModel, *, head: Tensor | None = None) -> dict[str, Tensor]:
