@@ -14,15 +14,17 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from gapless.engine.engine import Engine
 from gapless.engine.results import RequestUpdate
 from gapless.errors import EngineDeadError, RequestError
+from gapless.generation_defaults import GenerationConfigMode
 from gapless.model.loading import Progress
 from gapless.output_building import GrowingOutput
 from gapless.outputs import RequestOutput
-from gapless.prompts import PreparedPrompt, Prompt, params_list, prepare_prompt
+from gapless.prompts import PreparedPrompt, Prompt, prepare_prompt
+from gapless.sampling.logits_hook import LogitsProcessor
 from gapless.sampling_params import SamplingParams
 from gapless.served_model import EngineOptions, ServedModel
 from gapless.text.chat import JsonValue, Message
@@ -69,13 +71,14 @@ class _StreamSink:
         self._streams: dict[int, _Stream] = {}
         self.engine: weakref.ref[Engine] | None = None  # weak: the engine holds its sink
 
-    def register(self, request_id: int, stream: _Stream) -> None:
+    def register(self, request_ids: Sequence[int], stream: _Stream) -> None:
         with self._lock:
-            self._streams[request_id] = stream
+            self._streams.update(dict.fromkeys(request_ids, stream))
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, request_ids: Sequence[int]) -> None:
         with self._lock:
-            self._streams.pop(request_id, None)
+            for request_id in request_ids:
+                self._streams.pop(request_id, None)
 
     def publish(self, updates: Sequence[RequestUpdate]) -> None:
         by_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestUpdate]]](list)
@@ -99,8 +102,7 @@ class _StreamSink:
 
     def _abandon(self, request_ids: list[int]) -> None:
         """End requests whose event loop was closed before their generators were."""
-        for request_id in request_ids:
-            self.forget(request_id)
+        self.forget(request_ids)
         engine = self.engine() if self.engine is not None else None
         if engine is not None:
             engine.abort(request_ids)
@@ -120,6 +122,10 @@ class AsyncLLM(ServedModel):
     Args:
         model: a folder, a ``*.gguf`` file, ``smollm2``, a preset (with ``load_format="dummy"``), or a hub name.
         chat_template: Jinja source, or the name of one of the checkpoint's templates, instead of its default.
+        generation_config: ``auto`` takes sampling defaults from the checkpoint's ``generation_config.json``, ``none``
+            does not.
+        override_generation_config: sampling defaults by the names of that file; they win over it.
+        logits_processor: changes the logits of every step on the device, see :mod:`gapless.sampling.logits_hook`.
         progress: told about the stages of loading.
         options: of the engine: ``depth`` and the other fields of :class:`EngineConfig`.
 
@@ -133,11 +139,23 @@ class AsyncLLM(ServedModel):
         model: str | Path,
         *,
         chat_template: str | None = None,
+        generation_config: GenerationConfigMode = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
+        logits_processor: LogitsProcessor | None = None,
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self._sink = _StreamSink()
-        super().__init__(model, self._sink, options, chat_template=chat_template, progress=progress)
+        super().__init__(
+            model,
+            self._sink,
+            options,
+            chat_template=chat_template,
+            generation_config=generation_config,
+            override_generation_config=override_generation_config,
+            logits_processor=logits_processor,
+            progress=progress,
+        )
         self._sink.engine = weakref.ref(self._engine)
 
     def generate(
@@ -152,8 +170,8 @@ class AsyncLLM(ServedModel):
                 ids are requests of their own.
 
         Yields:
-            Outputs with all text and ids so far, the last one ``finished``. What came while the consumer was busy
-            is in the next one. A request that failed on its own has the ``finish_reason`` ``"error"``.
+            Outputs with all text and ids so far of all choices, the last one ``finished``. What came while the consumer
+            was busy is in the next one. A request that failed on its own has the ``finish_reason`` ``"error"``.
 
         Raises:
             RequestError: the request cannot be served.
@@ -211,17 +229,17 @@ class AsyncLLM(ServedModel):
         """Prepare a prompt (a long one in a thread), run it, and abort it if this generator ends first."""
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, not {type(request_id).__name__}")
-        params = params_list(sampling_params, 1)[0]
+        [params] = self._params_list(sampling_params, 1)
         engine = self._engine
         prompt = await asyncio.to_thread(prepare) if is_long else prepare()
         stream = _Stream()
-        [internal_id] = engine.submit(
-            [self._engine_request(prompt, params, streams=True)], lambda ids: self._sink.register(ids[0], stream)
+        choice_ids = engine.submit(
+            [self._engine_request(prompt, params, streams=True)], lambda ids: self._sink.register(ids, stream)
         )
         finished = False
         try:
-            shown_id = str(internal_id) if request_id is None else request_id[:MAX_REQUEST_ID_CHARACTERS]
-            growing = GrowingOutput(shown_id, prompt, params, self._tokenizer)
+            shown_id = str(choice_ids[0]) if request_id is None else request_id[:MAX_REQUEST_ID_CHARACTERS]
+            growing = GrowingOutput(shown_id, prompt, params, self._tokenizer, choice_ids)
             while not finished:
                 updates = await stream.take()
                 if not updates:
@@ -230,9 +248,9 @@ class AsyncLLM(ServedModel):
                 finished = output.finished
                 yield output
         finally:
-            self._sink.forget(internal_id)
+            self._sink.forget(choice_ids)
             if not finished:
-                engine.abort([internal_id])
+                engine.abort(choice_ids)
 
 
 def _is_long(prompt: Prompt) -> bool:

@@ -27,7 +27,10 @@ __all__ = [
     "RequestFailedError",
     "StepTimeoutError",
     "UnsupportedModelError",
+    "shown",
 ]
+
+_SHOWN_CHARACTERS = 80
 
 
 class GaplessError(Exception):
@@ -68,3 +71,12 @@ class EngineDeadError(GaplessError, RuntimeError):
 
 class StepTimeoutError(EngineDeadError):
     """A step did not come back from the device within the watchdog's time."""
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` for a message: short, and safe for whatever a caller hands in."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write out integers of thousands of digits
+        return f"an integer of {int(value).bit_length()} bits" if isinstance(value, int) else type(value).__name__
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

@@ -3,7 +3,6 @@
 The bar belongs to the thread that waits. It looks at the engine's counters, so it costs the engine nothing.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,11 +41,12 @@ class GenerationProgress:
         """Show a bar while the block runs, if it is wanted.
 
         Args:
-            wanted: ``None`` for a bar where standard error is a terminal.
+            wanted: ``None`` for a bar where standard error is a terminal that can show one.
             total: number of requests.
             counters: of the engine.
         """
-        if not (sys.stderr.isatty() if wanted is None else wanted):
+        console = Console(stderr=True)
+        if not (console.is_interactive if wanted is None else wanted):
             yield cls(None, total=total, counters=counters)
             return
         columns = (
@@ -56,8 +56,7 @@ class GenerationProgress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]}"),
         )
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=console.is_terminal) as bar:
+        with Progress(*columns, console=console, transient=console.is_interactive) as bar:
             progress = cls(bar, total=total, counters=counters)
             yield progress
             progress.update(total)

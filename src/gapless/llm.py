@@ -7,6 +7,7 @@ of threads may use one object; each waits for its own requests only.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -14,11 +15,13 @@ from typing import Any, Self, TypeVar, Unpack
 from gapless.engine.request import EngineRequest
 from gapless.engine.results import RequestUpdate
 from gapless.errors import EngineDeadError, QueueFullError, RequestError
+from gapless.generation_defaults import GenerationConfigMode
 from gapless.generation_progress import GenerationProgress
 from gapless.model.loading import Progress
 from gapless.output_building import final_output
 from gapless.outputs import RequestOutput
-from gapless.prompts import PreparedPrompt, Prompt, is_single_prompt, params_list, prepare_prompt, prompt_list
+from gapless.prompts import PreparedPrompt, Prompt, is_single_prompt, prepare_prompt, prompt_list
+from gapless.sampling.logits_hook import LogitsProcessor
 from gapless.sampling_params import SamplingParams
 from gapless.served_model import EngineOptions, ServedModel
 from gapless.text.chat import JsonValue, Message
@@ -31,18 +34,18 @@ _Result = TypeVar("_Result")
 
 
 class _Batch:
-    """The requests of one call. The engine's thread counts their ends; the caller's thread waits."""
+    """The choices of the requests of one call. The engine's thread counts their ends; the caller's thread waits."""
 
     def __init__(self, size: int) -> None:
         self.ids: list[int] = []
         self.ends: dict[int, RequestUpdate] = {}
         self.engine_died = False
         self.done = threading.Event()
-        self._size = size
+        self.size = size
 
     def end(self, update: RequestUpdate) -> None:
         self.ends[update.request_id] = update
-        if len(self.ends) == self._size:
+        if len(self.ends) == self.size:
             self.done.set()
 
     def fail(self) -> None:
@@ -94,6 +97,10 @@ class LLM(ServedModel):
     Args:
         model: a folder, a ``*.gguf`` file, ``smollm2``, a preset (with ``load_format="dummy"``), or a hub name.
         chat_template: Jinja source, or the name of one of the checkpoint's templates, instead of its default.
+        generation_config: ``auto`` takes sampling defaults from the checkpoint's ``generation_config.json``, ``none``
+            does not.
+        override_generation_config: sampling defaults by the names of that file; they win over it.
+        logits_processor: changes the logits of every step on the device, see :mod:`gapless.sampling.logits_hook`.
         progress: told about the stages of loading.
         options: of the engine: ``depth`` and the other fields of :class:`EngineConfig`.
 
@@ -107,11 +114,23 @@ class LLM(ServedModel):
         model: str | Path,
         *,
         chat_template: str | None = None,
+        generation_config: GenerationConfigMode = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
+        logits_processor: LogitsProcessor | None = None,
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self._sink = _BatchSink()
-        super().__init__(model, self._sink, options, chat_template=chat_template, progress=progress)
+        super().__init__(
+            model,
+            self._sink,
+            options,
+            chat_template=chat_template,
+            generation_config=generation_config,
+            override_generation_config=override_generation_config,
+            logits_processor=logits_processor,
+            progress=progress,
+        )
 
     def generate(
         self,
@@ -125,7 +144,9 @@ class LLM(ServedModel):
         Args:
             prompts: one prompt or a list of them, each text, token ids, or a mapping (see
                 :class:`~gapless.prompts.PromptMapping`). A list of integers is one prompt.
-            sampling_params: for all prompts, or one for each. A ``seed`` in one object is the seed of every prompt.
+            sampling_params: for all prompts, or one for each. A ``seed`` in one object is the seed of every prompt, so
+                that ``generate([p], s)`` and ``generate([p], [s])`` are the same. Fields left out take the model's
+                defaults, see :meth:`get_default_sampling_params`.
             use_tqdm: show progress on standard error; ``None`` shows it where that is a terminal.
 
         Returns:
@@ -205,21 +226,23 @@ class LLM(ServedModel):
         name: str | None,
     ) -> list[RequestOutput]:
         """Run prepared prompts; ``name`` is what a list of them is called in messages."""
-        params = params_list(sampling_params, len(prompts))
+        params = self._params_list(sampling_params, len(prompts))
         if not prompts:
             return []
         requests = [
             self._engine_request(prompt, wanted, streams=False) for prompt, wanted in zip(prompts, params, strict=True)
         ]
         batch = self._wait_for(requests, use_tqdm, name)
-        return [
-            final_output(str(request_id), prompt, wanted, self._tokenizer, batch.ends[request_id])
-            for request_id, prompt, wanted in zip(batch.ids, prompts, params, strict=True)
-        ]
+        ids = iter(batch.ids)
+        outputs = []
+        for prompt, wanted in zip(prompts, params, strict=True):
+            ends = [batch.ends[choice_id] for choice_id in islice(ids, wanted.n)]
+            outputs.append(final_output(str(ends[0].request_id), prompt, wanted, self._tokenizer, ends))
+        return outputs
 
     def _wait_for(self, requests: list[EngineRequest], use_tqdm: bool | None, name: str | None) -> _Batch:
         engine = self._engine
-        batch = _Batch(len(requests))
+        batch = _Batch(sum(request.params.n for request in requests))
         try:
             try:
                 engine.submit(requests, lambda ids: self._sink.register(ids, batch))
@@ -229,7 +252,7 @@ class LLM(ServedModel):
                 for index, request in enumerate(requests):
                     _naming(f"{name}[{index}]", engine.limits.check, request)
                 raise
-            with GenerationProgress.shown(use_tqdm, total=len(requests), counters=engine.counters) as progress:
+            with GenerationProgress.shown(use_tqdm, total=batch.size, counters=engine.counters) as progress:
                 while not batch.done.wait(progress.interval_s):
                     progress.update(len(batch.ends))
         except BaseException:

@@ -1,9 +1,9 @@
 """What a caller gets back: :class:`RequestOutput` with one :class:`CompletionOutput` for each choice."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
-__all__ = ["CompletionOutput", "FinishReason", "RequestMetrics", "RequestOutput"]
+__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestMetrics", "RequestOutput", "TokenLogprobsById"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -33,6 +33,25 @@ class RequestMetrics:
         return (self.finished_s - self.first_token_s) / (num_tokens - 1)
 
 
+@dataclass(slots=True)
+class Logprob:
+    """How likely a token was, under the model's raw logits.
+
+    Attributes:
+        logprob: natural logarithm of the probability; an impossible token has -9999.0.
+        rank: its place among all tokens, from 1.
+        decoded_token: its text alone.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+TokenLogprobsById: TypeAlias = dict[int, Logprob]
+"""Log-probs at one place, by token id: the token that stands there first, then the most likely ones."""
+
+
 @dataclass(kw_only=True, slots=True)
 class CompletionOutput:
     """One generated continuation.
@@ -40,10 +59,12 @@ class CompletionOutput:
     Attributes:
         index: which of the request's choices this is.
         text: the decoded text; empty when the request asked for no text.
-        token_ids: every sampled token, EOS or stop token included.
+        token_ids: every sampled token, EOS or stop token included; with the end by a stop string, up to the token that
+            completes the string.
         finish_reason: ``None`` while it runs.
-        stop_reason: the id in ``stop_token_ids`` that ended it, if one did.
-        logprobs: not offered yet, always ``None``.
+        stop_reason: the string in ``stop``, or the id in ``stop_token_ids``, that ended it, if one did.
+        logprobs: one mapping for each of ``token_ids``, if ``SamplingParams.logprobs`` asked for them.
+        cumulative_logprob: the sum of the sampled tokens' log-probs, if they were asked for.
         error: what went wrong, when ``finish_reason`` is ``"error"``.
     """
 
@@ -52,13 +73,19 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    logprobs: None = None
+    logprobs: list[TokenLogprobsById] | None = None
+    cumulative_logprob: float | None = None
     error: str | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class RequestOutput:
-    """The state of a request: final from :class:`gapless.LLM`, growing from :class:`gapless.AsyncLLM`."""
+    """The state of a request: final from :class:`gapless.LLM`, growing from :class:`gapless.AsyncLLM`.
+
+    Attributes:
+        prompt_logprobs: one mapping for each prompt token, ``None`` for the first one, if
+            ``SamplingParams.prompt_logprobs`` asked for them.
+    """
 
     request_id: str
     prompt: str | None
@@ -67,3 +94,4 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[TokenLogprobsById | None] | None = None

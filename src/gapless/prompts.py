@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TypeAlias, TypedDict
 
-from gapless.errors import RequestError
+from gapless.errors import RequestError, shown
 from gapless.sampling_params import SamplingParams
 from gapless.text.base_tokenizer import Tokenizer
-from gapless.text.validation import check_text, check_token_ids, shown
+from gapless.text.validation import check_text, check_token_ids
 
 __all__ = [
     "PreparedPrompt",

@@ -7,24 +7,33 @@ The engine's thread never refers to this object, only to the sink that hears its
 ends the engine, as :meth:`ServedModel.close` and the end of a ``with`` block do.
 """
 
+import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from gapless.config import DeviceName, EngineConfig
 from gapless.engine.assembly import BuiltEngine, build_engine
 from gapless.engine.engine import Engine, EngineCounters, OutputSink
 from gapless.engine.request import EngineRequest
-from gapless.errors import EngineDeadError
+from gapless.engine.stop_check import StopCheck
+from gapless.errors import ConfigError, EngineDeadError
+from gapless.generation_defaults import GenerationConfigMode, sampling_defaults
 from gapless.model.loading import Progress
-from gapless.prompts import PreparedPrompt
+from gapless.prompts import PreparedPrompt, params_list
+from gapless.sampling.logits_hook import LogitsProcessor
 from gapless.sampling_params import SamplingParams
+from gapless.text.bad_words import bad_word_ids
 from gapless.text.chat import JsonValue, Message
+from gapless.text.stop_strings import StopStringCheck
 from gapless.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["EngineOptions", "ServedModel"]
+
+_log = logging.getLogger("gapless")
 
 
 class EngineOptions(TypedDict, total=False):
@@ -44,6 +53,7 @@ class EngineOptions(TypedDict, total=False):
     num_blocks: int | None
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
+    cuda_graphs: bool
     enable_prefix_caching: bool
     step_timeout_s: float
 
@@ -56,6 +66,10 @@ class ServedModel:
         sink: hears the engine's news, in the engine's thread. It must not refer to this object.
         options: of the engine, by the names of :class:`EngineConfig`.
         chat_template: Jinja source, or the name of one of the checkpoint's templates, instead of its default.
+        generation_config: ``auto`` takes sampling defaults from the checkpoint's ``generation_config.json``, ``none``
+            does not.
+        override_generation_config: sampling defaults by the names of that file; they win over it.
+        logits_processor: changes the logits of every step on the device.
         progress: told about the stages of loading.
 
     Raises:
@@ -70,13 +84,21 @@ class ServedModel:
         options: EngineOptions,
         *,
         chat_template: str | None,
+        generation_config: GenerationConfigMode,
+        override_generation_config: Mapping[str, Any] | None,
+        logits_processor: LogitsProcessor | None,
         progress: Progress | None,
     ) -> None:
+        if generation_config not in get_args(GenerationConfigMode):
+            raise ConfigError(f"generation_config={generation_config!r} is unknown; use one of auto, none")
+        overrides = sampling_defaults(override_generation_config or {}, override=True)
         self._config = EngineConfig.from_options(dict(options))
-        built = build_engine(model, self._config, sink, progress=progress)
+        built = build_engine(model, self._config, sink, progress=progress, logits_processor=logits_processor)
         self._finalizer = weakref.finalize(self, _end, built.engine)
         try:
             vocab_size = built.loaded.spec.vocab_size
+            named_by_file = sampling_defaults(built.loaded.generation_config if generation_config == "auto" else {})
+            self._sampling_defaults = {**named_by_file, **overrides}
             if progress is not None:
                 progress.stage("load tokenizer")
             self._tokenizer = load_tokenizer(
@@ -85,6 +107,9 @@ class ServedModel:
         except BaseException:
             self._finalizer()
             raise
+        if named_by_file:
+            shown = ", ".join(f"{name}={value}" for name, value in named_by_file.items())
+            _log.info("sampling defaults from generation_config.json: %s (generation_config='none': without)", shown)
         named = {*built.loaded.eos_token_ids, self._tokenizer.eos_token_id}
         self._eos_token_ids = frozenset(i for i in named if i is not None and 0 <= i < vocab_size)
         self._max_model_len = built.max_model_len
@@ -103,6 +128,14 @@ class ServedModel:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, under the name that users of vLLM know."""
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without sampling parameters gets: defaults of the model, and built-in ones for the rest."""
+        return self.resolve_sampling_params(SamplingParams())
+
+    def resolve_sampling_params(self, params: SamplingParams) -> SamplingParams:
+        """Fill the fields that were left out with the model's defaults, as every request's are filled."""
+        return params.with_defaults(self._sampling_defaults)
 
     @property
     def max_model_len(self) -> int:
@@ -136,6 +169,12 @@ class ServedModel:
             raise EngineDeadError("the engine was closed: make a new object")
         return built.engine
 
+    def _params_list(self, given: object, num_prompts: int) -> list[SamplingParams]:
+        """One complete :class:`SamplingParams` for each prompt; see :func:`gapless.prompts.params_list`."""
+        params = params_list(given, num_prompts)
+        resolved = {id(each): self.resolve_sampling_params(each) for each in params}
+        return [resolved[id(each)] for each in params]
+
     def _engine_request(self, prompt: PreparedPrompt, params: SamplingParams, *, streams: bool) -> EngineRequest:
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         return EngineRequest(
@@ -143,7 +182,21 @@ class ServedModel:
             params=params,
             stop_token_ids=eos.union(params.stop_token_ids),
             streams=streams,
+            bad_words=bad_word_ids(params.bad_words, self._tokenizer),
             salt=prompt.salt,
+            make_stop_check=self._stop_check_maker(params),
+        )
+
+    def _stop_check_maker(self, params: SamplingParams) -> Callable[[], StopCheck] | None:
+        if not params.stops:
+            return None
+        return partial(
+            StopStringCheck,
+            self._tokenizer,
+            params.stops,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
         )
 
     def _prepare_chat(

@@ -5,6 +5,7 @@ Any other code: the simulation itself could not run.
 """
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from simulation.harness import RunSummary, SimulationFailure, run
+from simulation.harness import RunSummary, SimulationError, run
 
 FAILED_SEED = 3
 _CHUNK = 50
@@ -24,11 +25,13 @@ _CHUNK = 50
 def run_seeds(start: int, count: int) -> list[RunSummary] | str:
     """Run ``count`` seeds from ``start``; the message of the first failure instead, if there is one."""
     torch.set_num_threads(1)
+    # After a failure the engine is closed in whatever state it is; what it says about that is of no interest.
+    logging.getLogger("gapless").setLevel(logging.CRITICAL)
     summaries: list[RunSummary] = []
     for seed in range(start, start + count):
         try:
             summaries.append(run(seed))
-        except SimulationFailure as failure:
+        except SimulationError as failure:
             return str(failure)
     return summaries
 

@@ -44,13 +44,6 @@ class Truth:
         return Truth(ids, len(ids) - (not last_is_fed))
 
 
-@dataclass(frozen=True, slots=True)
-class _Registration:
-    """When a block was put into the prefix cache."""
-
-    step: int
-
-
 class Audit:
     """What the audit knows besides the engine's own state.
 
@@ -67,7 +60,7 @@ class Audit:
         self.num_samples: Counter[int] = Counter()
         self.tables: dict[tuple[int, int], int] = {}
         self.step = -1
-        self._registered: dict[int, _Registration] = {}
+        self._registered: dict[int, int] = {}  # in which step each block was last put into the cache
         self._residencies: dict[int, int] = {}
 
     def registering(self, scheduler: Scheduler, index: int, tokens: bytes, block: int) -> None:
@@ -87,11 +80,7 @@ class Audit:
 
     def registered(self, block: int) -> None:
         """A block has become part of the cache."""
-        self._registered[block] = _Registration(self.step)
-
-    def forgotten(self, block: int) -> None:
-        """A block's tokens are no longer cached."""
-        self._registered.pop(block, None)
+        self._registered[block] = self.step
 
     def check_batch(self, scheduler: Scheduler, batch: ScheduledBatch) -> None:
         """Check a step that was just built."""
@@ -123,6 +112,10 @@ class Audit:
         check(total == pool.num_blocks, f"{pool.num_free} free, {pool.num_evictable} cached and {in_use} held blocks")
         rows = [request.row for request in scheduler.running]
         check(len(set(rows)) == len(rows), f"running requests share a row: {rows}")
+        wide = [request.wide_row for request in scheduler.running if request.wide is not None]
+        check(len(set(wide)) == len(wide), f"running requests share a wide row: {wide}")
+        free = scheduler.wide_rows.num_free
+        check(free + len(wide) == scheduler.limits.wide.max_rows, f"{free} wide rows are free and {len(wide)} held")
 
     def _check_entry(self, scheduler: Scheduler, entry: BatchEntry) -> None:
         request = self.requests[entry.request_id]
@@ -141,6 +134,7 @@ class Audit:
         if self._residencies.get(request.id) != entry.residency:
             self._residencies[request.id] = entry.residency
             check(request.in_flight == entry.samples, f"{who} enters with tokens of an earlier stay in flight")
+        check(not (entry.final and request.followers), f"{who}'s prompt is enqueued, and its other choices still wait")
         check(not entry.samples or entry.final, f"{who} samples before its last token")
 
     def _check_blocks(self, scheduler: Scheduler, batch: ScheduledBatch) -> None:
@@ -153,15 +147,15 @@ class Audit:
                 check(0 < block <= scheduler.pool.num_blocks, f"request {entry.request_id} writes block {block}")
                 check(block not in writer, f"block {block} is written twice in a step")
                 writer[block] = entry
-                registration = self._registered.get(block)
+                registered_now = self._registered.get(block) == batch.step
                 check(
-                    registration is None or registration.step == batch.step,
+                    registered_now or block not in scheduler.pool.cache,
                     f"request {entry.request_id} writes block {block}, which is registered",
                 )
                 running = self.requests[entry.request_id].state is RequestState.RUNNING
                 references = scheduler.pool.references[block]
                 check(
-                    references == running or registration is not None,
+                    references == running or registered_now,
                     f"block {block} is written by request {entry.request_id} and has {references} references",
                 )
         for entry in batch.entries:
@@ -169,7 +163,7 @@ class Audit:
                 block = self.tables[entry.row, column]
                 owner = writer.get(block, entry)
                 if owner is not entry:
-                    shared = block in self._registered and (column + 1) * size <= entry.start
+                    shared = self._registered.get(block) == batch.step and (column + 1) * size <= entry.start
                     check(shared, f"request {entry.request_id} reads block {block}, which {owner.request_id} writes")
 
 
@@ -185,15 +179,11 @@ class AuditedCache(PrefixCache):
         """Check, then register."""
         assert self.scheduler is not None
         self._audit.registering(self.scheduler, prefix.num_blocks, tokens, block)
+        known = block in self
         longer = super().add(prefix, tokens, block)
-        if block in self:
+        if not known and block in self:
             self._audit.registered(block)
         return longer
-
-    def forget(self, block: int) -> None:
-        """Forget, here and in the audit."""
-        super().forget(block)
-        self._audit.forgotten(block)
 
 
 class AuditedScheduler(Scheduler):
@@ -205,10 +195,10 @@ class AuditedScheduler(Scheduler):
         cache.scheduler = self
         self._audit = audit
 
-    def add(self, request: Request) -> None:
-        """Queue a request that the audit follows."""
-        self._audit.requests[request.id] = request
-        super().add(request)
+    def add(self, request: Request, *followers: Request) -> None:
+        """Queue choices that the audit follows."""
+        self._audit.requests.update((choice.id, choice) for choice in (request, *followers))
+        super().add(request, *followers)
 
     def schedule(self) -> ScheduledBatch | None:
         """Build a step and check it."""
@@ -216,7 +206,6 @@ class AuditedScheduler(Scheduler):
         batch = super().schedule()
         if batch is not None:
             self._audit.check_batch(self, batch)
-            self._audit.check_pool(self)
         return batch
 
 

@@ -6,14 +6,14 @@ know which stream's work is running, so that device state can be checked to chan
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from gapless.pipeline.streams.protocol import Event, Queues, Stream
 from gapless.sampling.sampler import RowParams, Sampled, SampleInputs, Sampler
+from gapless.sampling.wide_state import WideInits, WideState
 from simulation.audit import check
 
 __all__ = ["AuditedQueues", "AuditedSampler"]
@@ -57,7 +57,7 @@ class AuditedQueues:
 
     def check_on_compute(self, what: str) -> None:
         """Raise unless the caller runs on the compute stream."""
-        name = getattr(self._running, "name", "the host")
+        name = getattr(self._running, "name", "another stream")
         check(name == "compute", f"{what} was touched by {name}")
 
     def check_inputs(self) -> None:
@@ -75,19 +75,19 @@ class AuditedQueues:
         self.check_inputs()
         self._copies.popleft()
 
-    @contextmanager
-    def running(self, name: str) -> Iterator[None]:
-        """The block is work of the stream ``name``."""
-        if name == "compute":
-            for tensor, before in zip(self._state, self._latest, strict=True):
-                check(tensor.numpy().tobytes() == before, "device state changed outside the compute stream")
+    def run(self, name: str, work: Callable[[], None]) -> None:
+        """Run ``work`` of the stream ``name``."""
+        if name != "compute":
+            work()
+            return
+        for tensor, before in zip(self._state, self._latest, strict=True):
+            check(tensor.numpy().tobytes() == before, "device state changed outside the compute stream")
         self._running.name = name
         try:
-            yield
+            work()
         finally:
-            self._running.name = "the host"
-        if name == "compute":
-            self._latest = [tensor.numpy().tobytes() for tensor in self._state]
+            self._running.name = "another stream"
+        self._latest = [tensor.numpy().tobytes() for tensor in self._state]
 
 
 class _AuditedStream:
@@ -97,7 +97,7 @@ class _AuditedStream:
         self._name = name
 
     def submit(self, work: Callable[[], None]) -> None:
-        self._inner.submit(lambda: self._run(work))
+        self._inner.submit(lambda: self._queues.run(self._name, work))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         if self._name == "h2d":
@@ -109,10 +109,6 @@ class _AuditedStream:
 
     def wait(self, event: Event) -> None:
         self._inner.wait(_inner_event(event))
-
-    def _run(self, work: Callable[[], None]) -> None:
-        with self._queues.running(self._name):
-            work()
 
 
 class _AuditedEvent:
@@ -128,14 +124,19 @@ class _AuditedEvent:
 class AuditedSampler(Sampler):
     """A sampler that refuses to work anywhere but on the compute stream."""
 
-    def __init__(self, *, max_rows: int, queues: AuditedQueues) -> None:
-        super().__init__(max_rows=max_rows, device=torch.device("cpu"))
+    def __init__(self, *, max_rows: int, queues: AuditedQueues, wide: WideState | None = None) -> None:
+        super().__init__(max_rows=max_rows, device=torch.device("cpu"), wide=wide)
         self._queues = queues
 
     def set_rows(self, params: RowParams) -> None:
         """Give rows to new requests."""
         self._queues.check_on_compute("the sampler's rows")
         super().set_rows(params)
+
+    def set_wide_rows(self, inits: WideInits) -> None:
+        """Give wide rows to new requests."""
+        self._queues.check_on_compute("the sampler's wide rows")
+        super().set_wide_rows(inits)
 
     def sample(self, logits: Tensor, inputs: SampleInputs) -> Sampled:
         """Choose tokens."""

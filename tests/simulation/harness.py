@@ -4,37 +4,45 @@ Only two things are not the real ones: the queues, whose every order of work is 
 a hash of the KV cache. The engine has no thread; the run drives its loop turn by turn, gives requests and aborts at the
 turns of the workload, audits every step, and compares what comes out with what each request gives alone.
 
-A run is a function of its seed. A failure raises :class:`SimulationFailure`, which says how to replay it.
+A run is a function of its seed. A failure raises :class:`SimulationError`, which says how to replay it.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from numpy.typing import NDArray
 
 from gapless.engine.engine import Engine
+from gapless.engine.logprobs import TokenLogprobs
 from gapless.engine.request import Request, RequestState
 from gapless.engine.results import RequestUpdate
 from gapless.errors import EngineDeadError
 from gapless.outputs import FinishReason
-from gapless.pipeline.device_step import DeviceStep
+from gapless.pipeline.device_step import DeviceStep, ForwardModel, StepExecutor
+from gapless.pipeline.graphs import GraphedStep
 from gapless.pipeline.ring import CollectedStep, Ring
 from gapless.pipeline.step_buffers import BufferLimits
 from gapless.pipeline.streams.protocol import Queues
 from gapless.pipeline.streams.simulator import SimulatorQueues
+from gapless.sampling.wide_state import WideState
 from simulation.audit import Audit, AuditedScheduler, Truth, check
 from simulation.audited_queues import AuditedQueues, AuditedSampler
-from simulation.hash_model import HashModel
-from simulation.workload import PlannedAbort, PlannedRequest, Workload, draw_workload
+from simulation.hash_model import VOCAB_SIZE, HashModel
+from simulation.judge import JudgeMaker, judged_text
+from simulation.rating import check_logprobs
+from simulation.recordings import ClosureRecorder
+from simulation.setting import PlannedRequest, Setting
+from simulation.workload import PlannedAbort, Workload, draw_workload
 
-__all__ = ["Rig", "RunSummary", "SimulationFailure", "Sink", "run", "run_workload"]
+__all__ = ["Rig", "RunSummary", "SimulationError", "Sink", "run", "run_workload"]
 
 _MOST_TURNS = 5000
 
 
-class SimulationFailure(Exception):
+class SimulationError(Exception):
     """A run that went wrong; the cause is chained."""
 
     def __init__(self, seed: int, cause: BaseException) -> None:
@@ -64,6 +72,8 @@ class Sink:
 
     def __init__(self) -> None:
         self.ids: dict[int, list[int]] = {}
+        self.texts: dict[int, str] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
         self.ends: dict[int, RequestUpdate] = {}
         self.error: EngineDeadError | None = None
 
@@ -72,6 +82,9 @@ class Sink:
         for update in updates:
             check(update.request_id not in self.ends, f"news of request {update.request_id} after its end")
             self.ids.setdefault(update.request_id, []).extend(update.token_ids)
+            self.logprobs.setdefault(update.request_id, []).extend(update.logprobs or ())
+            if update.text is not None:
+                self.texts[update.request_id] = self.texts.get(update.request_id, "") + update.text
             if update.finish_reason is not None:
                 self.ends[update.request_id] = update
 
@@ -105,74 +118,119 @@ class AuditedRing(Ring):
 class Rig:
     """An engine over ``queues`` and a hash model, with the audit in place."""
 
-    def __init__(self, workload: Workload, queues: Queues) -> None:
-        limits = workload.scheduler
+    def __init__(
+        self,
+        setting: Setting,
+        queues: Queues,
+        *,
+        step_timeout_s: float = 60.0,
+        wrap_model: Callable[[ForwardModel], ForwardModel] = lambda model: model,
+    ) -> None:
+        limits = setting.scheduler
         size = limits.block_size
-        self.workload = workload
+        self.setting = setting
         self._commanded = False
+        self._choice_ids: dict[int, list[int]] = {}
         self.audit = Audit()
         self.sink = Sink()
         self.queues = AuditedQueues(queues)
-        self.scheduler = AuditedScheduler(limits, workload.num_blocks, self.audit)
-        self.model = HashModel(
-            num_blocks=workload.num_blocks, block_size=size, seed=workload.seed, poison=workload.poison
-        )
+        self.scheduler = AuditedScheduler(limits, setting.num_blocks, self.audit)
+        self.model = HashModel(num_blocks=setting.num_blocks, block_size=size, seed=setting.seed, poison=setting.poison)
+        wide = WideState(num_rows=limits.wide.max_rows, vocab_size=VOCAB_SIZE, device=torch.device("cpu"))
         self.device_step = DeviceStep(
-            model=self.model,
-            sampler=AuditedSampler(max_rows=limits.max_rows, queues=self.queues),
+            model=wrap_model(self.model),
+            sampler=AuditedSampler(max_rows=limits.max_rows, queues=self.queues, wide=wide),
             max_rows=limits.max_rows,
-            max_blocks_per_row=workload.num_blocks,
+            max_blocks_per_row=setting.num_blocks,
             block_size=size,
             device=torch.device("cpu"),
         )
         self.queues.watch([self.device_step.block_tables, self.device_step.last_tokens])
+        self.executor: StepExecutor = self.device_step
+        if limits.buckets:
+            self.executor = GraphedStep(self.device_step, ClosureRecorder(), limits.buckets)
         widest = max((limits.max_rows, *limits.buckets))
         self.ring = AuditedRing(
             queues=self.queues,
-            depth=workload.depth,
+            depth=setting.depth,
             limits=BufferLimits(
                 max_tokens=max(limits.token_budget, widest),
                 max_rows=widest,
                 max_changes=limits.max_changes,
                 max_masked=8 * widest,
+                wide=limits.wide,
+                logprobs=limits.logprobs,
             ),
-            device_step=self.device_step,
+            device_step=self.executor,
         )
-        self.ring.watch(workload.depth + 1)
+        self.ring.watch(setting.depth + 1)
         self.engine = Engine(
             scheduler=self.scheduler,
             ring=self.ring,
             sink=self.sink,
-            limits=workload.admission,
-            step_timeout_s=60.0,
+            limits=setting.admission,
+            step_timeout_s=step_timeout_s,
             on_close=self.queues.close,
         )
+        # With the rig its engine ends, and with that the queues and the watchdog's thread.
+        weakref.finalize(self, self.engine.shutdown).atexit = False
 
     def submit(self, planned: PlannedRequest) -> int:
-        """Queue a request; the audit learns what it must give."""
+        """Queue a request; the audit learns what it must give. Returns the id of its first choice."""
 
         def told(ids: list[int]) -> None:
-            self.audit.truth[ids[0]] = Truth.of(planned.source.prompt_token_ids, planned.expected)
+            self._choice_ids[ids[0]] = ids
+            for choice_id, expected in zip(ids, planned.choices, strict=True):
+                self.audit.truth[choice_id] = Truth.of(planned.source.prompt_token_ids, expected)
 
         self._commanded = True
         return self.engine.submit([planned.source], told)[0]
 
-    def abort(self, request_id: int) -> None:
-        """Ask for a request's end."""
+    def choice_ids(self, request_id: int) -> list[int]:
+        """The ids of a request's choices, given the first; an unknown id is that of a request of its own."""
+        return self._choice_ids.get(request_id, [request_id])
+
+    def abort(self, request_id: int, *, first_only: bool = False) -> None:
+        """Ask for a request's end, with all its choices or the first one only."""
         self._commanded = True
-        self.engine.abort([request_id])
+        self.engine.abort([request_id] if first_only else self.choice_ids(request_id))
 
     def turn(self) -> None:
         """One turn of the loop, with its checks."""
-        before = self.engine.counters().steps, self.ring.num_in_flight, len(self.scheduler.waiting)
+        before = self.scheduler.num_steps, self.ring.num_in_flight, len(self.scheduler.waiting)
         commanded, self._commanded = self._commanded, False
         check(self.engine.run_once(), "the loop ended")
         self.audit.check_pool(self.scheduler)
         counters = self.engine.counters()
         total = counters.free_blocks + counters.cached_blocks + counters.used_blocks
-        check(total == self.workload.num_blocks, f"{counters} do not add up to {self.workload.num_blocks} blocks")
-        after = counters.steps, self.ring.num_in_flight, len(self.scheduler.waiting)
+        check(total == self.setting.num_blocks, f"{counters} do not add up to {self.setting.num_blocks} blocks")
+        after = self.scheduler.num_steps, self.ring.num_in_flight, len(self.scheduler.waiting)
         check(before != after or commanded, "no progress: work is left, and a turn of the loop did nothing")
+
+    def run_until_idle(self) -> None:
+        """Turn until nothing is left to do, and check that nothing is left behind."""
+        while self.engine.has_work:
+            self.turn()
+        self.check_idle()
+
+    def check_output(self, planned: PlannedRequest, request_id: int) -> None:
+        """What a request's choices gave is what each gives alone, or the start of it if it was aborted."""
+        for choice_id, expected in zip(self.choice_ids(request_id), planned.choices, strict=True):
+            ids, end = tuple(self.sink.ids[choice_id]), self.sink.ends[choice_id]
+            text = self.sink.texts.get(choice_id)
+            if end.finish_reason == "abort":
+                maker = planned.source.make_stop_check
+                right_text = judged_text(ids, maker) if isinstance(maker, JudgeMaker) else ""
+                right = ids == expected.token_ids[: len(ids)] and (text or "") == right_text
+            else:
+                given = ids, end.finish_reason, end.stop_reason, text
+                right = given == (expected.token_ids, expected.finish_reason, expected.stop_reason, expected.text)
+            check(right, f"request {choice_id} gave {ids}, {end} and {text!r}; alone it gives {expected}")
+            source, params = planned.source, planned.source.params
+            if choice_id != request_id:
+                params = replace(params, prompt_logprobs=None)  # the first choice has them for all
+            logprobs = self.sink.logprobs[choice_id]
+            check_logprobs(source.prompt_token_ids, params, ids, logprobs, end, poison=self.setting.poison)
 
     def check_idle(self) -> None:
         """Nothing is left behind."""
@@ -189,38 +247,35 @@ def run(seed: int) -> RunSummary:
     """Run a seed on simulated queues.
 
     Raises:
-        SimulationFailure: anything went wrong.
+        SimulationError: anything went wrong.
     """
     try:
         return run_workload(draw_workload(seed), SimulatorQueues(seed))
     except Exception as error:
-        raise SimulationFailure(seed, error) from error
+        raise SimulationError(seed, error) from error
 
 
 def run_workload(workload: Workload, queues: Queues) -> RunSummary:
     """Run a workload on any queues, and check everything."""
-    rig = Rig(workload, queues)
-    try:
-        run = _Run(rig)
-        run.main()
-        run.check_outputs()
-        last = rig.submit(workload.last)
-        run.until_idle()
-        _check_output(workload.last, rig.sink.ids[last], rig.sink.ends[last])
-        rig.check_idle()
-        return run.summary()
-    finally:
-        queues.close()
+    rig = Rig(workload.setting, queues)
+    run = _Run(rig, workload)
+    run.main()
+    run.check_outputs()
+    last = rig.submit(workload.last)
+    rig.run_until_idle()
+    rig.check_output(workload.last, last)
+    return run.summary()
 
 
 class _Run:
     """The course of a run: arrivals and aborts by turn."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, workload: Workload) -> None:
         self.rig = rig
+        self._requests = workload.requests
         self._turn = 0
-        self._arrivals = deque(rig.workload.requests)
-        self._aborts = list(rig.workload.aborts)
+        self._arrivals = deque(workload.requests)
+        self._aborts = list(workload.aborts)
         self._ids: list[int] = []
 
     def main(self) -> None:
@@ -231,28 +286,27 @@ class _Run:
             for abort in [abort for abort in self._aborts if self._is_due(abort)]:
                 self._aborts.remove(abort)
                 known = abort.index < len(self._ids)
-                self.rig.abort(self._ids[abort.index] if known else 10**6 + abort.index)
+                hit = self._ids[abort.index] if known else 10**6 + abort.index
+                self.rig.abort(hit, first_only=abort.first_only)
             if engine.has_work:
                 self.rig.turn()
             self._turn += 1
             check(self._turn < _MOST_TURNS, f"not done after {_MOST_TURNS} turns")
         self.rig.check_idle()
 
-    def until_idle(self) -> None:
-        while self.rig.engine.has_work:
-            self.rig.turn()
-            self._turn += 1
-
     def check_outputs(self) -> None:
-        sink, depth = self.rig.sink, self.rig.workload.depth
-        check(set(self._ids) == set(sink.ends), "a request has no end")
-        for request_id, planned in zip(self._ids, self.rig.workload.requests, strict=True):
-            end = sink.ends[request_id]
-            _check_output(planned, sink.ids[request_id], end)
-            samples = self.rig.audit.num_samples[request_id]
-            extra = samples - len(sink.ids[request_id]) - (end.finish_reason == "error")
-            most = 0 if end.finish_reason == "length" else depth - 1
-            check(0 <= extra <= most, f"request {request_id} took part in {samples} sampling steps: {end}")
+        sink, depth = self.rig.sink, self.rig.setting.depth
+        check({i for first in self._ids for i in self.rig.choice_ids(first)} == set(sink.ends), "a request has no end")
+        for request_id, planned in zip(self._ids, self._requests, strict=True):
+            self.rig.check_output(planned, request_id)
+            maker = planned.source.make_stop_check
+            late = maker.late if isinstance(maker, JudgeMaker) else 0
+            for choice_id in self.rig.choice_ids(request_id):
+                end = sink.ends[choice_id]
+                samples = self.rig.audit.num_samples[choice_id]
+                extra = samples - len(sink.ids[choice_id]) - (end.finish_reason == "error")
+                most = 0 if end.finish_reason == "length" else depth - 1 + late
+                check(0 <= extra <= most, f"request {choice_id} took part in {samples} sampling steps: {end}")
 
     def summary(self) -> RunSummary:
         counters = self.rig.engine.counters()
@@ -286,15 +340,3 @@ _MOMENTS: dict[str, Callable[[Request], bool]] = {
     "retiring": lambda request: request.state is RequestState.RETIRING,
     "preempted": _was_preempted,
 }
-
-
-def _check_output(planned: PlannedRequest, ids: list[int], end: RequestUpdate) -> None:
-    expected = planned.expected
-    if end.finish_reason == "abort":
-        right = tuple(ids) == expected.token_ids[: len(ids)]
-    else:
-        right = tuple(ids) == expected.token_ids and (end.finish_reason, end.stop_reason) == (
-            expected.finish_reason,
-            expected.stop_reason,
-        )
-    check(right, f"request {end.request_id} gave {ids} and {end.finish_reason}; alone it gives {expected}")

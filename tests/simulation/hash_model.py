@@ -61,29 +61,44 @@ class HashModel:
         self._block_size = block_size
         self._poison = poison
 
+    vocab_size = VOCAB_SIZE
+
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Write both layers' KV and return ``[num_samples, VOCAB_SIZE]``, fp32."""
+        return self.logits(self._rows(inputs, inputs.logits_indices.tolist()))
+
+    def hidden_states(self, inputs: ForwardInputs) -> Tensor:
+        """Write both layers' KV and return which row of logits each token picks, ``[num_tokens]``."""
+        return self._rows(inputs, range(len(inputs.positions)))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return ``[n, VOCAB_SIZE]``, fp32."""
+        return logits_table()[hidden]
+
+    def _rows(self, inputs: ForwardInputs, indices: Sequence[int]) -> Tensor:
         slots = inputs.slot_mapping.tolist()
         for token, position, slot in zip(inputs.input_ids.tolist(), inputs.positions.tolist(), slots, strict=True):
             self.first[slot] = embed(token, position, self._poison)
         starts = inputs.query_starts.tolist()
         lengths = inputs.seq_lens.tolist()
+        # A recorded step is told no lengths: what is recorded has to be right for all of them.
+        told_lengths = inputs.host_seq_lens or lengths
         tables = [inputs.block_tables[row].tolist() for row in inputs.rows.tolist()]
         states: list[int] = []
         for entry, table in enumerate(tables):
             num_new = starts[entry + 1] - starts[entry]
-            told = inputs.host_query_lens[entry], inputs.host_seq_lens[entry]
+            told = inputs.host_query_lens[entry], told_lengths[entry]
             assert (num_new, lengths[entry]) == told, f"device inputs {num_new, lengths[entry]} are not those of {told}"
             context = self._gather(self.first, table, lengths[entry])
             states += [attend(context[:end]) for end in range(lengths[entry] - num_new + 1, lengths[entry] + 1)]
         for slot, state in zip(slots, states, strict=True):
             self.second[slot] = state
         picked: list[int] = []
-        for index in inputs.logits_indices.tolist():
+        for index in indices:
             entry = bisect_right(starts, index) - 1
             end = lengths[entry] - (starts[entry + 1] - 1 - index)
             picked.append(logits_row(attend(self._gather(self.second, tables[entry], end))))
-        return logits_table()[picked]
+        return torch.tensor(picked, dtype=torch.int64)
 
     def _gather(self, layer: list[int], table: list[int], length: int) -> list[int]:
         size = self._block_size

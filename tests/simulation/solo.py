@@ -6,6 +6,7 @@ the other side, :class:`AmbiguousDrawError` is raised, and the workload takes an
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,11 +28,12 @@ class AmbiguousDrawError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoloOutput:
-    """Ids, and why they end there."""
+    """Ids, and why they end there; text for requests that are judged by it."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    text: str | None = None
 
 
 def solo(
@@ -40,6 +42,7 @@ def solo(
     *,
     max_tokens: int,
     stop_token_ids: frozenset[int] = frozenset(),
+    bad_words: Sequence[Sequence[int]] = (),
     poison: int | None = None,
 ) -> SoloOutput:
     """Generate from ``prompt`` as if nothing else existed."""
@@ -47,6 +50,9 @@ def solo(
     second: list[int] = []
     output: list[int] = []
     new = list(prompt)
+    adjusts = bool(bad_words or params.logit_bias or params.allowed_token_ids) or (
+        (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+    )
     while len(output) < max_tokens:
         for token in new:
             first.append(embed(token, len(first), poison))
@@ -55,7 +61,10 @@ def solo(
         if state == NOT_A_NUMBER:
             return SoloOutput(token_ids=tuple(output), finish_reason="error")
         masked = stop_token_ids if len(output) < params.min_tokens else frozenset()
-        token = _choose(logits_row(state), params, len(output), masked)
+        logits = _rows()[logits_row(state)]
+        if adjusts:
+            logits = _adjusted(logits, params, bad_words, prompt, output)
+        token = _choose(logits, params, len(output), masked)
         output.append(token)
         if token in stop_token_ids:
             reason = token if token in params.stop_token_ids else None
@@ -103,9 +112,40 @@ def uniform_number(seed: int, position: int) -> float:
     return (_mix(state) >> 11) * 2.0**-53
 
 
-def _choose(row: int, params: SamplingParams, position: int, masked: frozenset[int]) -> int:
-    logits = [-math.inf if token in masked else value for token, value in enumerate(_rows()[row])]
+def _adjusted(
+    logits: Sequence[float],
+    params: SamplingParams,
+    bad_words: Sequence[Sequence[int]],
+    prompt: Sequence[int],
+    output: Sequence[int],
+) -> list[float]:
+    """Biases, then penalties, then bad words, from the history as it is."""
+    bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+    history = [*prompt, *output]
+    seen, counts = set(history), Counter(output)
+    adjusted = []
+    for token, logit in enumerate(logits):
+        value = logit + bias.get(token, 0.0)
+        if token in seen:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        count = counts[token]
+        value -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        adjusted.append(value if allowed is None or token in allowed else -math.inf)
+    for word in bad_words:
+        if len(word) == 1 or history[1 - len(word) :] == list(word[:-1]):
+            adjusted[word[-1]] = -math.inf
+    return adjusted
+
+
+def _choose(logits: Sequence[float], params: SamplingParams, position: int, masked: frozenset[int]) -> int:
+    if masked:
+        logits = [-math.inf if token in masked else value for token, value in enumerate(logits)]
+    if max(logits) == -math.inf:
+        raise AmbiguousDrawError  # nothing is left to sample: not what a workload is about
     if params.greedy:
+        second, first = sorted(logits)[-2:]
+        if first - second < _MARGIN:
+            raise AmbiguousDrawError
         return max(range(len(logits)), key=logits.__getitem__)
     assert params.seed is not None
     return draw(logits, params, uniform_number(params.seed, position))

@@ -7,24 +7,20 @@ own exit code and message), and not because the copy cannot be imported.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
 from simulation.__main__ import FAILED_SEED
+from simulation.mutants import MUTANTS, apply_mutant, copy_package, write_mutant
 
 _TESTS = Path(__file__).parents[1]
-_SOURCE = _TESTS.parent / "src" / "gapless"
-_MUTANTS = sorted((_TESTS / "mutants").glob("*.patch"))
+_PATCHES = sorted(MUTANTS.glob("*.patch"))
 _SEEDS = 400
 # A patch that makes nonsense of the code fails like this; that shows nothing about the rule it breaks.
 _NONSENSE = ("NameError", "AttributeError", "TypeError", "UnboundLocalError")
-
-
-def _copy_of_the_package(folder: Path) -> None:
-    shutil.copytree(_SOURCE, folder / "gapless", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def _simulate(folder: Path, seeds: int) -> subprocess.CompletedProcess[str]:
@@ -45,14 +41,11 @@ def _simulate(folder: Path, seeds: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("patch", _MUTANTS, ids=lambda patch: patch.stem)
+@pytest.mark.parametrize("patch", _PATCHES, ids=lambda patch: patch.stem)
 def test_the_simulation_catches(patch: Path, tmp_path: Path) -> None:
-    _copy_of_the_package(tmp_path)
-    # Outside a repository `git apply` works on plain files; one line of context has to match.
-    applied = subprocess.run(
-        ["git", "apply", "-p1", "-C1", str(patch)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert applied.returncode == 0, f"{patch.name} no longer applies to src: write it anew\n{applied.stderr}"
+    copy_package(tmp_path)
+    complaint = apply_mutant(patch, tmp_path)
+    assert not complaint, f"{patch.name} no longer applies to src: write it anew\n{complaint}"
 
     done = _simulate(tmp_path, _SEEDS)
 
@@ -64,7 +57,7 @@ def test_the_simulation_catches(patch: Path, tmp_path: Path) -> None:
 
 
 def test_the_simulation_passes_an_unchanged_copy(tmp_path: Path) -> None:
-    _copy_of_the_package(tmp_path)
+    copy_package(tmp_path)
 
     done = _simulate(tmp_path, _SEEDS)
 
@@ -72,7 +65,7 @@ def test_the_simulation_passes_an_unchanged_copy(tmp_path: Path) -> None:
 
 
 def test_the_copy_is_what_runs(tmp_path: Path) -> None:
-    _copy_of_the_package(tmp_path)
+    copy_package(tmp_path)
     (tmp_path / "gapless" / "pipeline" / "ring.py").write_text("raise ImportError('the copy')\n")
 
     done = _simulate(tmp_path, 1)
@@ -81,5 +74,21 @@ def test_the_copy_is_what_runs(tmp_path: Path) -> None:
     assert "the copy" in done.stderr
 
 
+def test_a_patch_written_from_an_edited_copy_makes_that_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edited, patched = tmp_path / "edited", tmp_path / "patched"
+    copy_package(edited)
+    copy_package(patched)
+    ring = edited / "gapless" / "pipeline" / "ring.py"
+    lines = ring.read_text().splitlines(keepends=True)
+    ring.write_text("".join([*lines[:9], "# inserted\n", *lines[9:-3], lines[-1]]))
+    monkeypatch.setattr("simulation.mutants.MUTANTS", tmp_path)
+
+    patch = write_mutant("an_edit", "Nothing in particular.", edited)
+
+    assert apply_mutant(patch, patched) == ""
+    assert (patched / "gapless" / "pipeline" / "ring.py").read_text() == ring.read_text()
+    assert "ring.py" in apply_mutant(patch, patched), "the lines are gone now"
+
+
 def test_there_are_mutants() -> None:
-    assert len(_MUTANTS) >= 20
+    assert len(_PATCHES) >= 20

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from simulation.__main__ import FAILED_SEED, run_seeds
-from simulation.harness import SimulationFailure, run
+from simulation.harness import SimulationError, run
 from simulation.hash_model import HashModel
 
 _NUM_SEEDS = 2000
@@ -38,7 +39,7 @@ def test_a_failure_names_its_seed_and_how_to_replay_it(monkeypatch: pytest.Monke
     right = HashModel.forward
     monkeypatch.setattr(HashModel, "forward", lambda model, inputs: -right(model, inputs))
 
-    with pytest.raises(SimulationFailure, match=r"seed 4: AuditError: .*\n.*--start 4 --seeds 1"):
+    with pytest.raises(SimulationError, match=r"seed 4: AuditError: .*\n.*--start 4 --seeds 1"):
         run(4)
 
 

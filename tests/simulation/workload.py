@@ -5,67 +5,49 @@ one token, shared prefixes, ids that stop some runs. Expected outputs are comput
 """
 
 import random
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 from gapless.engine.admission import AdmissionLimits
 from gapless.engine.request import EngineRequest
 from gapless.engine.scheduler import SchedulerLimits
+from gapless.errors import RequestError
+from gapless.pipeline.logprobs import LogprobLimits
+from gapless.pipeline.wide_rows import WideLimits
 from gapless.sampling_params import SamplingParams
 from simulation.hash_model import VOCAB_SIZE
-from simulation.solo import AmbiguousDrawError, SoloOutput, solo
+from simulation.judge import JudgeMaker
+from simulation.setting import PlannedRequest, Setting, greedy
+from simulation.solo import AmbiguousDrawError, solo
 
-__all__ = ["AbortMoment", "PlannedAbort", "PlannedRequest", "Workload", "draw_workload", "expect"]
+__all__ = ["AbortMoment", "PlannedAbort", "Workload", "draw_workload"]
 
 AbortMoment = Literal["waiting", "running", "retiring", "preempted", "anytime"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedRequest:
-    """A request, the turn of the loop before which it arrives, and what it must give."""
-
-    source: EngineRequest
-    arrival: int
-    expected: SoloOutput
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedAbort:
-    """An abort of the ``index``-th request (it may not exist yet, or ever) once it is in the state ``moment``."""
+    """An abort of the ``index``-th request (it may not exist yet, or ever) once it is in the state ``moment``.
+
+    It hits the first of its choices only, or all of them.
+    """
 
     index: int
     moment: AbortMoment
     turn: int
+    first_only: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """One run."""
 
-    seed: int
-    depth: int
-    scheduler: SchedulerLimits
-    admission: AdmissionLimits
-    num_blocks: int
-    poison: int | None
+    setting: Setting
     requests: tuple[PlannedRequest, ...]
     aborts: tuple[PlannedAbort, ...]
     last: PlannedRequest
-
-
-def expect(
-    source: EngineRequest, *, max_model_len: int, kv_capacity: int, poison: int | None = None
-) -> SoloOutput:
-    """What ``source`` gives alone, with ``max_tokens`` cut to the room there is."""
-    room = min(max_model_len, kv_capacity) - len(source.prompt_token_ids) + 1
-    wanted = source.params.max_tokens
-    return solo(
-        source.prompt_token_ids,
-        source.params,
-        max_tokens=room if wanted is None else min(wanted, room),
-        stop_token_ids=source.stop_token_ids,
-        poison=poison,
-    )
 
 
 def draw_workload(seed: int) -> Workload:
@@ -79,6 +61,7 @@ class _Drawing:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._random = random.Random(f"workload-{seed}")
+        self._choices = random.Random(f"choices-{seed}")  # of their own: the other draws do not depend on these
         choice = self._random.choice
         self._budget = choice([2, 5, 8, 16, 64])
         self._chunk = choice([1, 3, 8, 64, 64])
@@ -109,12 +92,7 @@ class _Drawing:
             kv_capacity=capacity,
             max_waiting=100,
         )
-        arrival = 0
-        requests: list[PlannedRequest] = []
-        for prompt, most in zip(prompts, limits, strict=True):
-            arrival += choice([0, 0, 0, 1, 2, 4])
-            requests.append(self._request(prompt, most, arrival, admission))
-        return Workload(
+        setting = Setting(
             seed=self._seed,
             depth=choice([1, 2, 2, 3, 3, 4]),
             scheduler=SchedulerLimits(
@@ -125,13 +103,28 @@ class _Drawing:
                 max_changes=choice([num_blocks, 4 * num_blocks * max_rows]),
                 prefix_caching=self._random.random() < 0.7,
                 buckets=choice([(), (1, 2, 4, 8), (4,), (2, 6)]),
+                wide=WideLimits(
+                    max_rows=self._random.randint(1, max_rows),
+                    max_history=choice([capacity, 4 * capacity]),
+                    max_biases=choice([VOCAB_SIZE, 4 * VOCAB_SIZE]),
+                    max_word_inits=choice([1, 4]),
+                ),
+                logprobs=LogprobLimits(max_top=5, max_prompt_tokens=choice([1, 3, self._budget])),
             ),
             admission=admission,
             num_blocks=num_blocks,
             poison=self._poison,
+        )
+        arrival = 0
+        requests: list[PlannedRequest] = []
+        for prompt, most in zip(prompts, limits, strict=True):
+            arrival += choice([0, 0, 0, 1, 2, 4])
+            requests.append(self._request(prompt, most, arrival, setting))
+        return Workload(
+            setting=setting,
             requests=tuple(requests),
             aborts=tuple(self._aborts(len(requests), arrival)),
-            last=self._last(admission),
+            last=self._last(setting),
         )
 
     def _token(self) -> int:
@@ -146,21 +139,29 @@ class _Drawing:
             prompt[self._random.randrange(length)] = self._poison
         return prompt
 
-    def _request(self, prompt: list[int], most: int, arrival: int, admission: AdmissionLimits) -> PlannedRequest:
+    def _request(self, prompt: list[int], most: int, arrival: int, setting: Setting) -> PlannedRequest:
         greedy = self._random.random() < 0.6
         stops = self._stops(prompt, most) if self._random.random() < 0.4 else []
         salt = self._random.choice([b"", b"", b"", b"other"])
         streams = self._random.random() < 0.5
+        num_choices = self._choices.choice([1, 1, 1, 1, 2, 3])
+        pair = self._pair(prompt, most) if self._choices.random() < 0.25 else None
+        late = self._choices.choice([0, 0, 1, 3])
         while True:
             params = SamplingParams(
+                n=num_choices,
                 temperature=0.0 if greedy else self._random.choice([0.5, 1.0, 1.5]),
                 top_k=self._random.choice([0, 0, 1, 5]),
                 top_p=self._random.choice([1.0, 1.0, 0.8]),
                 min_p=self._random.choice([0.0, 0.0, 0.05]),
                 seed=self._random.getrandbits(63),
-                max_tokens=None if admission.max_model_len < len(prompt) + 3 else most,
+                max_tokens=None if setting.room < len(prompt) + 3 else most,
                 min_tokens=self._random.randint(0, most) if self._random.random() < 0.3 else 0,
                 stop_token_ids=stops[:1],
+                logprobs=self._random.choice([None, None, 0, 2, 5]),
+                # Where the prompt's log-probs are no numbers a request fails before it samples.
+                prompt_logprobs=None if self._poison in prompt else self._random.choice([None, None, None, 0, 3]),
+                **self._wide_options(stops),
             )
             source = EngineRequest(
                 prompt_token_ids=prompt,
@@ -168,17 +169,38 @@ class _Drawing:
                 stop_token_ids=frozenset(stops),
                 streams=streams,
                 salt=salt,
+                bad_words=[word for word in params.bad_words if not isinstance(word, str)],
+                make_stop_check=pair and JudgeMaker(pair=pair, late=late, min_tokens=params.min_tokens),
             )
-            try:
-                expected = expect(
-                    source,
-                    max_model_len=admission.max_model_len,
-                    kv_capacity=admission.kv_capacity,
-                    poison=self._poison,
-                )
-            except AmbiguousDrawError:
-                continue
-            return PlannedRequest(source=source, arrival=arrival, expected=expected)
+            # Token options may contradict each other; such a request would be refused.
+            with suppress(AmbiguousDrawError, RequestError):
+                setting.admission.check(source)
+                return setting.plan(source, arrival)
+
+    def _wide_options(self, stops: list[int]) -> dict[str, Any]:
+        """Penalties, biases and bad words; where few ids are allowed tokens repeat, and a lost one shows."""
+        choice, some = self._random.choice, self._random.random
+        if some() < 0.5:
+            return {}
+        options: dict[str, Any] = {}
+        few = list({*stops, *(self._token() for _ in range(4))})
+        if some() < 0.6:
+            options["allowed_token_ids"] = few
+        if some() < 0.7:
+            options["repetition_penalty"] = choice([1.0, 1.3, 4.0])
+            options["frequency_penalty"] = choice([0.0, 0.7, 2.0, -1.0])
+            options["presence_penalty"] = choice([0.0, 1.5])
+        if some() < 0.3:
+            options["logit_bias"] = {self._token(): choice([-100.0, 3.0, 5.0]) for _ in range(3)}
+        if some() < 0.4:
+            lengths = [choice([1, 2, 2, 3]) for _ in range(3)]
+            options["bad_words"] = [[choice(few) for _ in range(length)] for length in lengths]
+        return options
+
+    def _pair(self, prompt: list[int], most: int) -> tuple[int, int] | None:
+        """Two ids that a greedy run comes across side by side."""
+        met = solo(prompt, SamplingParams(temperature=0), max_tokens=most, poison=self._poison).token_ids
+        return self._choices.choice(list(pairwise(met))) if len(met) > 1 else None
 
     def _stops(self, prompt: list[int], most: int) -> list[int]:
         """Ids that end a request; often one that a greedy run comes across."""
@@ -198,25 +220,16 @@ class _Drawing:
                 index=self._random.randint(0, num_requests),
                 moment=self._random.choice(moments),
                 turn=self._random.randint(0, last_arrival + 12),
+                first_only=self._choices.random() < 0.4,
             )
             for _ in range(self._random.randint(1, 3))
         ]
 
-    def _last(self, admission: AdmissionLimits) -> PlannedRequest:
+    def _last(self, setting: Setting) -> PlannedRequest:
         """A request that needs every block (or the whole context, if that is shorter)."""
-        room = min(admission.kv_capacity, admission.max_model_len)
-        length = max(1, room - self._random.randint(0, 3))
+        length = max(1, setting.room - self._random.randint(0, 3))
         while True:
-            source = EngineRequest(
-                prompt_token_ids=[self._token() for _ in range(length)],
-                params=SamplingParams(temperature=0, max_tokens=None),
-                salt=b"last",
-            )
-            expected = expect(
-                source,
-                max_model_len=admission.max_model_len,
-                kv_capacity=admission.kv_capacity,
-                poison=self._poison,
-            )
-            if expected.finish_reason == "length":
-                return PlannedRequest(source=source, arrival=0, expected=expected)
+            source = greedy([self._token() for _ in range(length)], None, salt=b"last")
+            planned = setting.plan(source)
+            if planned.expected.finish_reason == "length":
+                return planned

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from served_models import CPU, GREEDY, NEVER, chain, rows, table_checkpoint
 
 from fixtures.checkpoints import f_table_model, save
+from fixtures.served_models import CPU, GREEDY, NEVER, chain, rows, table_checkpoint
 from fixtures.tokenizers import BYTE_EOS, CHATML, save_spm_tokenizer, spm_id, spm_vocabulary
 from gapless import AsyncLLM, RequestOutput, SamplingParams
 from gapless.errors import EngineDeadError, RequestError
@@ -85,7 +85,7 @@ def test_chat_streams(llm: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options"), [("", {}), ([320], {}), ("a" * 600, {}), (["a", "b"], {}), ("a", {"request_id": 7})]
+    ("prompt", "options"), [("", {}), ([320], {}), ("a" * 5000, {}), (["a", "b"], {}), ("a", {"request_id": 7})]
 )
 def test_a_bad_request_is_refused_at_the_first_step(llm: AsyncLLM, prompt: Any, options: Any) -> None:
     with pytest.raises(RequestError):

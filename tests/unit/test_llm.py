@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_models import CPU, GREEDY, chain, rows, table_checkpoint
 from transformers import AutoTokenizer
 
 import gapless
+from fixtures.served_models import CPU, GREEDY, chain, rows, table_checkpoint
 from fixtures.tokenizers import BYTE_BOS, BYTE_EOS, BYTE_IM_END, BYTE_IM_START, CHATML, CHATML_WITH_BOS
 from gapless import LLM, EngineConfig, SamplingParams
 from gapless.errors import ConfigError, EngineDeadError, GaplessError, RequestError

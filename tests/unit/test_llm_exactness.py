@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from served_models import hist_checkpoint, random_prompts, reference_ids
 from transformers import PreTrainedModel
 
+from fixtures.served_models import hist_checkpoint, random_prompts, reference_ids
 from gapless import LLM, RequestOutput, SamplingParams
 
 TOKENS = 24

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_models import CPU, GREEDY, ROW_L, chain, hist_checkpoint, random_prompts, rows, table_checkpoint
 
+from fixtures.served_models import CPU, GREEDY, ROW_L, chain, hist_checkpoint, random_prompts, rows, table_checkpoint
 from fixtures.tokenizers import BYTE_EOS, BYTE_IM_END
 from gapless import LLM, SamplingParams
 from gapless.errors import PromptTooLongError
@@ -24,9 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return table_checkpoint(tmp_path_factory.mktemp("table"), *parts, nan_tokens=[ord("N")])
 
 
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(folder, **CPU) as made:
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda depth: f"depth{depth}")
+def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(folder, **CPU, depth=request.param) as made:
         yield made
 
 

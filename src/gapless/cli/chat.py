@@ -16,6 +16,7 @@ from gapless.cli.console import UsageError, reported, say, stderr
 from gapless.cli.conversation import Conversation
 from gapless.cli.options import (
     ChatTemplateOption,
+    GenerationConfigOption,
     ModelOption,
     QuietOption,
     VerboseOption,
@@ -40,12 +41,13 @@ _HELP = """\
 Ctrl-C stops an answer."""
 
 
-@shared_options(sampling_defaults={"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024})
+@shared_options(sampling_defaults={"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}, without=["n"])
 def chat(
     *,
     model: ModelOption = "smollm2",
     system: Annotated[str | None, typer.Option("--system", help="A system message to start with.")] = None,
     chat_template: ChatTemplateOption = None,
+    generation_config: GenerationConfigOption = "auto",
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     engine: dict[str, Any],
@@ -55,11 +57,12 @@ def chat(
     with reported(verbose=verbose, quiet=quiet):
         options, params = checked_engine(engine), checked_sampling(sampling)
         template = read_chat_template(chat_template)
-        llm = started(gapless.AsyncLLM, model, options=options, chat_template=template, quiet=quiet)
+        given = {"chat_template": template, "generation_config": generation_config}
+        llm = started(gapless.AsyncLLM, model, options=options, given=given, quiet=quiet)
         try:
             if not llm.tokenizer.has_chat_template:
                 raise UsageError(f"{model} has no chat template: give one (--chat-template), or use gapless generate")
-            _talk(llm, params, system)
+            _talk(llm, llm.resolve_sampling_params(params), system)
         finally:
             llm.close()
 

@@ -17,6 +17,7 @@ from gapless.cli.console import UsageError, reported, say
 from gapless.cli.jobs import InputError, Job, read_jobs
 from gapless.cli.options import (
     ChatTemplateOption,
+    GenerationConfigOption,
     ModelOption,
     QuietOption,
     VerboseOption,
@@ -27,7 +28,7 @@ from gapless.cli.options import (
 )
 from gapless.cli.start import started
 from gapless.errors import RequestError
-from gapless.outputs import RequestOutput
+from gapless.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from gapless.llm import LLM
@@ -68,6 +69,7 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line instead of text.")] = False,
     chat_template: ChatTemplateOption = None,
+    generation_config: GenerationConfigOption = "auto",
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     engine: dict[str, Any],
@@ -83,15 +85,16 @@ def generate(
         if output_file is not None and not output_file.parent.is_dir():
             raise UsageError(f"--output {output_file}: there is no folder {output_file.parent}")
         template = read_chat_template(chat_template)
-        with started(gapless.LLM, model, options=options, chat_template=template, quiet=quiet) as llm:
+        given = {"chat_template": template, "generation_config": generation_config}
+        with started(gapless.LLM, model, options=options, given=given, quiet=quiet) as llm:
             outputs = _run(llm, jobs, chat=chat, quiet=quiet)
         if output_file is not None:
-            _write_file(output_file, (_json_line(job, output) for job, output in zip(jobs, outputs, strict=True)))
+            _write_file(output_file, _json_lines(jobs, outputs))
         else:
             _print_answers(jobs, outputs, as_json=as_json)
-        failed = [output for output in outputs if output.outputs[0].error is not None]
+        failed = [error for error in map(_error_of, outputs) if error is not None]
         if failed:
-            raise RequestError(f"{len(failed)} of {len(outputs)} requests failed: {failed[0].outputs[0].error}")
+            raise RequestError(f"{len(failed)} of {len(outputs)} requests failed: {failed[0]}")
 
 
 def _run(llm: "LLM", jobs: Sequence[Job], *, chat: bool | None, quiet: bool) -> list[RequestOutput]:
@@ -132,13 +135,17 @@ def _with_place(message: str, jobs: Sequence[Job]) -> str:
 
 
 def _print_answers(jobs: Sequence[Job], outputs: Sequence[RequestOutput], *, as_json: bool) -> None:
+    if as_json:
+        for line in _json_lines(jobs, outputs):
+            print(line)
+        return
     for job, output in zip(jobs, outputs, strict=True):
-        if as_json:
-            print(_json_line(job, output))
-            continue
         if len(jobs) > 1:
             print(f"> {_shown_prompt(job)}")
-        print(output.outputs[0].text)
+        for choice in output.outputs:
+            if len(output.outputs) > 1:
+                print(f"[{choice.index}]")
+            print(choice.text)
         if len(jobs) > 1:
             print()
 
@@ -149,12 +156,20 @@ def _shown_prompt(job: Job) -> str:
     return line if len(line) <= _SHOWN_PROMPT_CHARACTERS else line[: _SHOWN_PROMPT_CHARACTERS - 3] + "..."
 
 
-def _json_line(job: Job, output: RequestOutput) -> str:
-    completion, metrics = output.outputs[0], output.metrics
+def _json_lines(jobs: Sequence[Job], outputs: Sequence[RequestOutput]) -> Iterable[str]:
+    """A line for each choice."""
+    for job, output in zip(jobs, outputs, strict=True):
+        for completion in output.outputs:
+            yield _json_line(job, output, completion)
+
+
+def _json_line(job: Job, output: RequestOutput, completion: CompletionOutput) -> str:
+    metrics = output.metrics
     assert metrics is not None
     record = {
         **job.extra,
         job.source: job.value,
+        **({"index": completion.index} if len(output.outputs) > 1 else {}),
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
@@ -178,7 +193,7 @@ def _write_file(path: Path, lines: Iterable[str]) -> None:
 
 
 def _closing_line(outputs: Sequence[RequestOutput], *, active_share: float | None, preemptions: int) -> str:
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     parts = [_count(len(outputs), "request"), _count(tokens, "token")]
     metrics = [output.metrics for output in outputs if output.metrics is not None]
     ends = [m.finished_s for m in metrics if m.finished_s is not None]
@@ -187,7 +202,7 @@ def _closing_line(outputs: Sequence[RequestOutput], *, active_share: float | Non
         parts.append(f"{tokens / span_s:,.1f} tokens/s" if span_s > 0 else "no time")
     for name, values in (
         ("TTFT", [m.ttft_s for m in metrics]),
-        ("TPOT", [output.metrics.tpot_s(len(output.outputs[0].token_ids)) for output in outputs if output.metrics]),
+        ("TPOT", [output.metrics.tpot_s(_longest(output)) for output in outputs if output.metrics]),
     ):
         measured = [value for value in values if value is not None]
         if measured:
@@ -197,6 +212,14 @@ def _closing_line(outputs: Sequence[RequestOutput], *, active_share: float | Non
     if preemptions:
         parts.append(_count(preemptions, "preemption"))
     return ", ".join(parts)
+
+
+def _error_of(output: RequestOutput) -> str | None:
+    return next((choice.error for choice in output.outputs if choice.error is not None), None)
+
+
+def _longest(output: RequestOutput) -> int:
+    return max(len(choice.token_ids) for choice in output.outputs)
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@ the values, so nothing is said twice.
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
@@ -18,10 +18,11 @@ import typer
 from gapless.cli.console import UsageError
 from gapless.config import EngineConfig
 from gapless.errors import ConfigError, RequestError
-from gapless.sampling_params import SamplingParams
+from gapless.sampling_params import SamplingParams, unchosen
 
 __all__ = [
     "ChatTemplateOption",
+    "GenerationConfigOption",
     "ModelOption",
     "QuietOption",
     "VerboseOption",
@@ -45,6 +46,13 @@ ChatTemplateOption: TypeAlias = Annotated[
         "--chat-template", help="Instead of the model's: a file, one of the model's templates by name, or Jinja source."
     ),
 ]
+GenerationConfigOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--generation-config",
+        help="auto takes defaults for sampling from the model's generation_config.json, none does not.",
+    ),
+]
 QuietOption: TypeAlias = Annotated[
     bool, typer.Option("--quiet", "-q", help="Nothing on standard error but warnings and failures.")
 ]
@@ -65,17 +73,24 @@ _ENGINE_HELP = {
     "num_blocks": "KV blocks, instead of a size in bytes.",
     "kv_cache_memory_bytes": "Memory of the KV cache; what is free if not given.",
     "gpu_memory_utilization": "Share of the GPU's memory to use.",
+    "cuda_graphs": "Replay decode steps as CUDA graphs; no effect on a CPU.",
     "enable_prefix_caching": "Reuse the KV cache of prompts that start alike.",
     "step_timeout_s": "Seconds after which a step that does not come back fails the engine.",
 }
 _SAMPLING_HELP = {
+    "n": "Answers to each prompt.",
     "temperature": "0 is greedy; higher is more varied.",
     "top_k": "Choose among the k most likely tokens; 0 for all.",
     "top_p": "Choose among the fewest tokens that reach this probability.",
     "min_p": "Drop tokens less likely than this share of the most likely one.",
+    "presence_penalty": "Lower the logits of tokens that the answer has.",
+    "frequency_penalty": "Lower them once for each time that it has them.",
+    "repetition_penalty": "Make tokens of prompt and answer less likely; 1 is off.",
     "seed": "Makes sampling repeatable.",
     "max_tokens": "Most tokens of an answer.",
     "min_tokens": "Fewest tokens before an answer may end.",
+    "stop": "End before this text (may be given several times).",
+    "include_stop_str_in_output": "End after the text of --stop instead.",
     "stop_token_ids": "End at this token id (may be given several times).",
     "ignore_eos": "Go on past the end token.",
     "skip_special_tokens": "Leave special tokens out of the text.",
@@ -83,27 +98,37 @@ _SAMPLING_HELP = {
 _FLAGS = {("engine", "seed"): "--weights-seed", ("sampling", "stop_token_ids"): "--stop-token-id"}
 
 
-def shared_options(*, sampling_defaults: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def shared_options(
+    *, sampling_defaults: Mapping[str, float], without: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a command's parameters ``engine`` and ``sampling`` into options, and hand them over as two mappings.
+
+    The mapping ``sampling`` holds what the user chose and, marked as such, this command's defaults: those of the
+    model come between the two.
 
     Args:
         sampling_defaults: what this command's defaults are where they differ from those of ``SamplingParams``.
+        without: sampling options that make no sense for this command.
     """
+    defaults = {name: unchosen(value) for name, value in sampling_defaults.items()}
+    sampling_help = {name: text for name, text in _SAMPLING_HELP.items() if name not in without}
     groups = {
         "engine": _parameters("engine", EngineConfig, _ENGINE_HELP, {}),
-        "sampling": _parameters("sampling", SamplingParams, _SAMPLING_HELP, sampling_defaults),
+        "sampling": _parameters("sampling", SamplingParams, sampling_help, sampling_defaults),
     }
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def run(**given: Any) -> None:
+        def run(*, context: typer.Context, **given: Any) -> None:
             for group, parameters in groups.items():
-                given[group] = {p.name.removeprefix(f"{group}_"): given.pop(p.name) for p in parameters}
+                values = {p.name.removeprefix(f"{group}_"): given.pop(p.name) for p in parameters}
+                given[group] = values if group == "engine" else defaults | _chosen(values, context)
             command(**given)
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in groups]
         shared = [parameter for parameters in groups.values() for parameter in parameters]
-        signature = inspect.Signature([*own, *shared])
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        signature = inspect.Signature([context, *own, *shared])
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()} | {"return": None}
         return run
@@ -133,6 +158,16 @@ def read_chat_template(value: str | None) -> str | None:
     if value is None or "\n" in value or len(value) > 255 or not Path(value).is_file():
         return value
     return Path(value).read_text(encoding="utf-8")
+
+
+def _chosen(values: Mapping[str, Any], context: typer.Context) -> dict[str, Any]:
+    """The sampling options that stand on the command line."""
+
+    def is_default(name: str) -> bool:
+        source = context.get_parameter_source(f"sampling_{name}")
+        return source is None or source.name.startswith("DEFAULT")
+
+    return {name: value for name, value in values.items() if not is_default(name)}
 
 
 def _parameters(
@@ -165,6 +200,8 @@ def _option_type(hint: Any) -> Any:
     """What typer should parse: choices are checked by the dataclass, whose message names them."""
     if get_origin(hint) is Literal:
         return str
+    if hint == str | Sequence[str] | None:
+        return list[str]
     if isinstance(hint, types.UnionType) or hint in (bool, int, float, str):
         return hint
     return list[get_args(hint)[0]]  # type: ignore[misc]

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from gapless.cli.console import say, stderr
 
@@ -15,7 +16,7 @@ _Served = TypeVar("_Served")
 
 
 def started(
-    make: Callable[..., _Served], model: str, *, options: Mapping[str, Any], chat_template: str | None, quiet: bool
+    make: Callable[..., _Served], model: str, *, options: Mapping[str, Any], given: Mapping[str, Any], quiet: bool
 ) -> _Served:
     """Make an ``LLM`` or an ``AsyncLLM`` and show how far it is.
 
@@ -23,16 +24,23 @@ def started(
         make: the class.
         model: what the user wrote.
         options: of the engine.
-        chat_template: instead of the model's.
+        given: other keywords of the class.
         quiet: show nothing.
     """
     began_s = time.perf_counter()
     if quiet:
-        return make(model, chat_template=chat_template, **options)
+        return make(model, **given, **options)
     with StartProgress() as progress:
-        served = make(model, chat_template=chat_template, progress=progress, **options)
+        served = make(model, progress=progress, **given, **options)
     say(f"{model} is ready after {time.perf_counter() - began_s:.1f} s (depth {options['depth']})", style="dim")
     return served
+
+
+class _BytesColumn(DownloadColumn):
+    """Bytes done, for the one stage that counts them."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total is not None else Text()
 
 
 class StartProgress:
@@ -42,7 +50,7 @@ class StartProgress:
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(),
+            _BytesColumn(),
             TimeElapsedColumn(),
             console=stderr,
             transient=True,
@@ -50,19 +58,19 @@ class StartProgress:
         self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
-        if stderr.is_terminal:
+        if stderr.is_interactive:
             self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if stderr.is_terminal:
+        if stderr.is_interactive:
             self._bars.stop()
 
     def stage(self, name: str) -> None:
         """A stage begins: the one before is complete."""
-        if not stderr.is_terminal:
+        if not stderr.is_interactive:
             say(f"{name} ...", style="dim")
             return
         if self._task is not None:

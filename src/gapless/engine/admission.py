@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from gapless.engine.request import EngineRequest
-from gapless.errors import PromptTooLongError, RequestError
-from gapless.sampling_params import MAX_STOP_TOKEN_IDS
+from gapless.errors import PromptTooLongError, RequestError, shown
+from gapless.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS
 
 __all__ = ["MAX_ENDING_TOKENS", "AdmissionLimits"]
 
@@ -43,9 +43,11 @@ class AdmissionLimits:
         for index, token in enumerate(prompt):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"prompt_token_ids[{index}]={str(token)[:40]} is not in the vocabulary of {self.vocab_size} tokens"
+                    f"prompt_token_ids[{index}]={shown(token)} is not in the vocabulary of {self.vocab_size} tokens"
                 )
         request.params.check_vocabulary(self.vocab_size)
+        _check_bad_words(request)
+        _check_some_token_is_left(request)
         if len(request.stop_token_ids) > MAX_ENDING_TOKENS:
             raise RequestError(
                 f"{len(request.stop_token_ids)} ids would end the request; at most {MAX_ENDING_TOKENS} are allowed"
@@ -63,3 +65,31 @@ class AdmissionLimits:
         room = min(self.max_model_len, self.kv_capacity) - len(prompt) + 1
         wanted = request.params.max_tokens
         return room if wanted is None else min(wanted, room)
+
+
+def _check_bad_words(request: EngineRequest) -> None:
+    longer = [word for word in request.bad_words if len(word) > 1]
+    if len(longer) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words make {len(longer)} words of several tokens; at most {MAX_BAD_WORDS} are allowed: give fewer"
+        )
+    longest = max(map(len, longer), default=0)
+    if longest > MAX_BAD_WORD_TOKENS:
+        raise RequestError(
+            f"bad_words has a word of {longest} tokens; at most {MAX_BAD_WORD_TOKENS} are allowed: forbid a part of it"
+        )
+
+
+def _check_some_token_is_left(request: EngineRequest) -> None:
+    """Options that contradict each other would fail at the first token, with a message about logits."""
+    allowed = request.params.allowed_token_ids
+    if allowed is None:
+        return
+    left = set(allowed) - {word[0] for word in request.bad_words if len(word) == 1}
+    if not left:
+        raise RequestError("bad_words forbids every id of allowed_token_ids: no token could be sampled")
+    if request.params.min_tokens and left <= request.stop_token_ids:
+        raise RequestError(
+            f"allowed_token_ids has only ids that end the request, and min_tokens={request.params.min_tokens} forbids "
+            "them: no token could be sampled"
+        )

@@ -22,18 +22,26 @@ from gapless.engine.prefix_cache import PrefixCache
 from gapless.engine.scheduler import Scheduler, SchedulerLimits
 from gapless.errors import ConfigError
 from gapless.layers.attention import AttentionBackend, TorchAttention
+from gapless.layers.ops import LayerOps, TorchOps
 from gapless.model.kv_cache import KVCache
 from gapless.model.loading import LoadedModel, Progress, load_model
 from gapless.model.runner import ModelRunner
 from gapless.model.spec import kv_shape
-from gapless.pipeline.batch import ScheduledBatch
-from gapless.pipeline.device_step import DeviceStep
+from gapless.pipeline.batch import ScheduledBatch, idle_decode_batch
+from gapless.pipeline.device_step import DeviceStep, StepExecutor
+from gapless.pipeline.graphs import CudaRecorder, GraphedStep, decode_buckets
+from gapless.pipeline.logprobs import LogprobLimits
 from gapless.pipeline.ring import Ring
 from gapless.pipeline.step_buffers import BufferLimits
 from gapless.pipeline.streams.cpu import CpuQueues, Delays
 from gapless.pipeline.streams.cuda import CudaQueues
 from gapless.pipeline.streams.protocol import Queues
+from gapless.pipeline.wide_rows import WideLimits
+from gapless.sampling.drawing import Draw, draw_tokens
+from gapless.sampling.logits_hook import LogitsProcessor
+from gapless.sampling.penalties import PenaltyKernel, apply_penalties
 from gapless.sampling.sampler import Sampler
+from gapless.sampling.wide_state import WideState
 
 __all__ = ["BuiltEngine", "build_engine", "resolve_device"]
 
@@ -46,12 +54,14 @@ class BuiltEngine:
 
     Attributes:
         max_model_len: the longest context of one request: the least of the model's, the user's and the cache's.
+        executor: what runs the steps, kernel by kernel or as graphs.
         kv_capacity: tokens that the KV cache holds.
         start_s: seconds that building took.
     """
 
     engine: Engine
     loaded: LoadedModel
+    executor: StepExecutor
     max_model_len: int
     kv_capacity: int
     num_blocks: int
@@ -78,6 +88,7 @@ def build_engine(
     *,
     progress: Progress | None = None,
     delays: Delays | None = None,
+    logits_processor: LogitsProcessor | None = None,
     on_submit: Callable[[ScheduledBatch], None] = lambda batch: None,
 ) -> BuiltEngine:
     """Load ``model`` and start an engine on it.
@@ -87,6 +98,7 @@ def build_engine(
         config: the options.
         sink: hears of tokens and ends, in the engine's thread.
         progress: told about the stages of loading.
+        logits_processor: a user's change of the logits, on the compute stream.
         delays: stretches the work of CPU streams; for tests and demonstrations.
         on_submit: shown every batch, in the engine's thread; for tests and benchmarks.
 
@@ -100,31 +112,27 @@ def build_engine(
     max_model_len = min(config.max_model_len or loaded.config_max_model_len, kv.num_blocks * config.block_size)
     _log.info("max_model_len: %d (the model allows %d)", max_model_len, loaded.config_max_model_len)
     max_blocks = -(-max_model_len // config.block_size)
-    # A step allocates blocks for its tokens, and admitted requests bring cached ones: one of any length, then more
-    # while there is room.
-    max_changes = config.token_budget + config.max_rows + max(max_blocks, 4096)
+    limits = _buffer_limits(config, max_model_len=max_model_len, vocab_size=loaded.spec.vocab_size)
     queues: Queues = CpuQueues(delays) if device.type == "cpu" else CudaQueues(device)
+    step = _make_step(config, ModelRunner(loaded.model, kv), limits, max_blocks=max_blocks, processor=logits_processor)
+    executor = _executor_of(step, config, device)
+    ring = Ring(queues=queues, depth=config.depth, limits=limits, device_step=executor)
     engine = Engine(
-        scheduler=_make_scheduler(config, kv.num_blocks, max_changes),
-        ring=_make_ring(config, ModelRunner(loaded.model, kv), queues, max_blocks=max_blocks, max_changes=max_changes),
+        scheduler=_make_scheduler(config, kv.num_blocks, device, limits),
+        ring=ring,
         sink=sink,
-        limits=AdmissionLimits(
-            vocab_size=loaded.spec.vocab_size,
-            max_model_len=max_model_len,
-            kv_capacity=kv.num_blocks * config.block_size,
-            max_waiting=config.max_waiting,
-        ),
+        limits=_admission_limits(config, loaded, kv, max_model_len),
         step_timeout_s=config.step_timeout_s,
         on_close=queues.close,
         on_submit=on_submit,
     )
     if device.type == "cuda":
-        # Weights and buffers were made on the default stream, which orders nothing for ours.
-        torch.cuda.synchronize(device)
+        _warm_up(ring, config.max_rows, device)
     engine.start()
     return BuiltEngine(
         engine=engine,
         loaded=loaded,
+        executor=executor,
         max_model_len=max_model_len,
         kv_capacity=kv.num_blocks * config.block_size,
         num_blocks=kv.num_blocks,
@@ -140,6 +148,7 @@ def _load(model: str | Path, config: EngineConfig, device: torch.device, progres
         device=device,
         max_model_len=config.max_model_len,
         attention=_attention(device),
+        ops=_ops(device),
         seed=config.seed,
         progress=progress,
     )
@@ -161,6 +170,15 @@ def _make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache:
     return kv
 
 
+def _admission_limits(config: EngineConfig, loaded: LoadedModel, kv: KVCache, max_model_len: int) -> AdmissionLimits:
+    return AdmissionLimits(
+        vocab_size=loaded.spec.vocab_size,
+        max_model_len=max_model_len,
+        kv_capacity=kv.num_blocks * config.block_size,
+        max_waiting=config.max_waiting,
+    )
+
+
 def _attention(device: torch.device) -> AttentionBackend[Any]:
     if device.type == "cpu":
         return TorchAttention()
@@ -170,31 +188,103 @@ def _attention(device: torch.device) -> AttentionBackend[Any]:
     return TritonAttention.for_device(device)
 
 
-def _make_scheduler(config: EngineConfig, num_blocks: int, max_changes: int) -> Scheduler:
+def _ops(device: torch.device) -> LayerOps:
+    if device.type == "cpu":
+        return TorchOps()
+    from gapless.kernels.layer_ops import TritonOps
+
+    return TritonOps()
+
+
+def _draw(device: torch.device) -> Draw:
+    if device.type == "cpu":
+        return draw_tokens
+    from gapless.kernels.draw import draw_tokens_triton
+
+    return draw_tokens_triton
+
+
+def _penalty_kernel(device: torch.device) -> PenaltyKernel:
+    if device.type == "cpu":
+        return apply_penalties
+    from gapless.kernels.penalties import apply_penalties_triton
+
+    return apply_penalties_triton
+
+
+def _buffer_limits(config: EngineConfig, *, max_model_len: int, vocab_size: int) -> BufferLimits:
+    max_blocks = -(-max_model_len // config.block_size)
+    return BufferLimits(
+        max_tokens=max(config.token_budget, config.max_rows),
+        max_rows=config.max_rows,
+        # A step allocates blocks for its tokens, and admitted requests bring cached ones: one of any length, then more
+        # while there is room.
+        max_changes=config.token_budget + config.max_rows + max(max_blocks, 4096),
+        max_masked=config.max_rows * MAX_ENDING_TOKENS,
+        wide=WideLimits.of_engine(max_rows=config.max_rows, vocab_size=vocab_size, max_model_len=max_model_len),
+        logprobs=LogprobLimits.of_engine(token_budget=config.token_budget, vocab_size=vocab_size),
+    )
+
+
+def _make_scheduler(config: EngineConfig, num_blocks: int, device: torch.device, buffers: BufferLimits) -> Scheduler:
     limits = SchedulerLimits(
         max_rows=config.max_rows,
         token_budget=config.token_budget,
         chunk_size=config.resolved_chunk_size,
         block_size=config.block_size,
-        max_changes=max_changes,
+        max_changes=buffers.max_changes,
         prefix_caching=config.enable_prefix_caching,
+        # Without graphs as well: the same shapes give the same bits, so that graphs can be compared with none.
+        buckets=decode_buckets(config.max_rows) if device.type == "cuda" else (),
+        wide=buffers.wide,
+        logprobs=buffers.logprobs,
     )
     return Scheduler(limits, BlockPool(num_blocks, PrefixCache()))
 
 
-def _make_ring(config: EngineConfig, runner: ModelRunner, queues: Queues, *, max_blocks: int, max_changes: int) -> Ring:
-    device_step = DeviceStep(
+def _make_step(
+    config: EngineConfig,
+    runner: ModelRunner,
+    limits: BufferLimits,
+    *,
+    max_blocks: int,
+    processor: LogitsProcessor | None,
+) -> DeviceStep:
+    device = runner.model.device
+    return DeviceStep(
         model=runner,
-        sampler=Sampler(max_rows=config.max_rows, device=queues.device),
+        sampler=Sampler(
+            max_rows=config.max_rows,
+            device=device,
+            wide=WideState(
+                num_rows=limits.wide.max_rows,
+                vocab_size=runner.model.spec.vocab_size,
+                device=device,
+                penalty_kernel=_penalty_kernel(device),
+            ),
+            draw=_draw(device),
+        ),
         max_rows=config.max_rows,
         max_blocks_per_row=max_blocks,
         block_size=config.block_size,
-        device=queues.device,
+        device=device,
+        logits_processor=processor,
     )
-    limits = BufferLimits(
-        max_tokens=max(config.token_budget, config.max_rows),
-        max_rows=config.max_rows,
-        max_changes=max_changes,
-        max_masked=config.max_rows * MAX_ENDING_TOKENS,
-    )
-    return Ring(queues=queues, depth=config.depth, limits=limits, device_step=device_step)
+
+
+def _executor_of(step: DeviceStep, config: EngineConfig, device: torch.device) -> StepExecutor:
+    if device.type == "cuda" and config.cuda_graphs:
+        return GraphedStep(step, CudaRecorder(), decode_buckets(config.max_rows))
+    return step
+
+
+def _warm_up(ring: Ring, max_rows: int, device: torch.device) -> None:
+    """Run the largest decode step with nobody in it, before anybody waits.
+
+    It compiles the kernels of decode. Its graph also sizes the graphs' memory pool: a pool that grew bucket by bucket
+    would hold the sum of their needs, since a larger tensor does not fit where a smaller one was.
+    """
+    # Weights and buffers were made on the default stream, which orders nothing for ours.
+    torch.cuda.synchronize(device)
+    ring.submit(idle_decode_batch(max_rows, reserved_row=max_rows))
+    ring.collect()

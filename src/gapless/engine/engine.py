@@ -14,21 +14,23 @@ it through an :class:`OutputSink`. If the loop dies, every waiting and every lat
 
 import itertools
 import logging
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from gapless.engine.admission import AdmissionLimits
-from gapless.engine.request import EngineRequest, Request
+from gapless.engine.request import EngineRequest, Request, choice_seed
 from gapless.engine.results import RequestUpdate, ResultApplier
 from gapless.engine.scheduler import Scheduler
+from gapless.engine.stop_check import StopCheck
 from gapless.engine.watchdog import Watchdog
 from gapless.errors import EngineDeadError, QueueFullError, StepTimeoutError
-from gapless.pipeline.batch import ScheduledBatch
+from gapless.pipeline.batch import Int32Array, ScheduledBatch
 from gapless.pipeline.ring import Ring
 from gapless.timeline.activity import ActivitySnapshot, DeviceActivity
 
@@ -116,29 +118,28 @@ class Engine:
 
         Args:
             requests: checked one by one first; if one is refused nothing is queued.
-            on_ids: told the new ids before any news of them can be published.
+            on_ids: told the new ids before any news of them can be published: one for each choice, those of a request
+                side by side.
 
         Raises:
             RequestError: a request cannot be served, or the queue is full.
             EngineDeadError: the loop has ended.
         """
-        max_tokens = [self.limits.check(request) for request in requests]
+        checked = [_Checked.by(self.limits, request) for request in requests]
+        num_choices = sum(request.params.n for request in requests)
         now_s = time.perf_counter()
         with self._wake:
             self.check_alive()
-            if (queued := self._num_waiting + len(requests)) > self.limits.max_waiting:
+            if (queued := self._num_waiting + num_choices) > self.limits.max_waiting:
                 raise QueueFullError(
-                    f"{len(requests)} more requests would make {queued} queued; at most "
+                    f"{num_choices} more requests would make {queued} queued; at most "
                     f"max_waiting={self.limits.max_waiting} may wait: try again later"
                 )
-            built = [
-                Request(next(self._ids), source, max_tokens=most, seed=_seed_of(source), arrived_s=now_s)
-                for source, most in zip(requests, max_tokens, strict=True)
-            ]
-            self._num_commanded += len(built)
-            ids = [request.id for request in built]
+            groups = [self._choices(each, now_s) for each in checked]
+            self._num_commanded += num_choices
+            ids = [choice.id for choices in groups for choice in choices]
             on_ids(ids)
-            self._commands.append(lambda: self._add(built))
+            self._commands.append(lambda: self._add(groups))
             self._wake.notify()
         return ids
 
@@ -185,12 +186,28 @@ class Engine:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.ident is None:
+            self._run()  # it was never started, and whoever drove it by `run_once` ends it here
+        elif threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
     @property
     def _num_waiting(self) -> int:
-        return self._num_commanded + len(self._scheduler.waiting)
+        return self._num_commanded + self._scheduler.num_waiting
+
+    def _choices(self, checked: "_Checked", arrived_s: float) -> list[Request]:
+        return [
+            Request(
+                next(self._ids),
+                checked.source,
+                prompt=checked.prompt,
+                max_tokens=checked.max_tokens,
+                seed=choice_seed(checked.source.params.seed, index),
+                stop_check=stop_check,
+                arrived_s=arrived_s,
+            )
+            for index, stop_check in enumerate(checked.stop_checks)
+        ]
 
     # --- the loop, in the engine's thread --------------------------------------------------------------------------
 
@@ -250,12 +267,12 @@ class Engine:
             command()
         return not stopping and self._error is None
 
-    def _add(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._applier.live[request.id] = request
-            self._scheduler.add(request)
+    def _add(self, groups: list[list[Request]]) -> None:
+        for choices in groups:
+            self._applier.live.update((choice.id, choice) for choice in choices)
+            self._scheduler.add(*choices)
         with self._wake:
-            self._num_commanded -= len(requests)
+            self._num_commanded -= sum(map(len, groups))
 
     def _abort(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
@@ -293,9 +310,24 @@ class Engine:
         self._sink.engine_died(error)
 
 
-def _seed_of(source: EngineRequest) -> int:
-    seed = source.params.seed
-    return secrets.randbits(63) if seed is None else seed
+class _Checked(NamedTuple):
+    """A request that can be served, and what takes long to make: not under the lock that the loop needs."""
+
+    source: EngineRequest
+    max_tokens: int
+    prompt: Int32Array
+    stop_checks: list[StopCheck | None]
+
+    @classmethod
+    def by(cls, limits: AdmissionLimits, source: EngineRequest) -> "_Checked":
+        max_tokens = limits.check(source)
+        make = source.make_stop_check
+        return cls(
+            source,
+            max_tokens,
+            np.asarray(source.prompt_token_ids, dtype=np.int32),
+            [None if make is None else make() for _ in range(source.params.n)],
+        )
 
 
 def _describe(batch: ScheduledBatch) -> str:

@@ -78,6 +78,8 @@ def _available_bytes(config: EngineConfig, model: DecoderModel) -> tuple[int, st
     peak = measure_activation_peak(
         model, token_budget=config.token_budget, max_rows=config.max_rows, block_size=config.block_size
     )
+    if config.cuda_graphs:
+        peak += _graph_bytes(config, model)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     # What others hold on this GPU counts against the share as our own does.
@@ -87,3 +89,10 @@ def _available_bytes(config: EngineConfig, model: DecoderModel) -> tuple[int, st
         f"{config.gpu_memory_utilization:.0%} of {total / 2**30:.1f} GiB less weights and a measured activation peak "
         f"of {peak / 2**30:.2f} GiB",
     )
+
+
+def _graph_bytes(config: EngineConfig, model: DecoderModel) -> int:
+    """What graphs hold besides: a pool as large as the activations of the largest decode step, and its logits."""
+    rows = config.max_rows
+    pool = measure_activation_peak(model, token_budget=rows, max_rows=rows, block_size=config.block_size)
+    return pool + rows * model.spec.vocab_size * torch.float32.itemsize

@@ -12,14 +12,21 @@ tokens are dropped. Engine thread only.
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gapless.engine.block_pool import BlockPool
 from gapless.engine.prefix_cache import CachedPrefix
 from gapless.engine.request import Request, RequestState
+from gapless.engine.wide_rows import KnownTokens, WideRows
 from gapless.pipeline.batch import BatchBuilder, BatchEntry, MaskedToken, RowInit, ScheduledBatch, TableChange
+from gapless.pipeline.logprobs import LogprobLimits, PromptSpan
+from gapless.pipeline.wide_rows import WideLimits
+from gapless.sampling_params import ALL_LOGPROBS
 
 __all__ = ["Scheduler", "SchedulerLimits"]
+
+_LARGEST_FP32 = 3.4e38
+_LARGEST_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +41,8 @@ class SchedulerLimits:
         max_changes: most block-table changes in a step, which its buffers have room for.
         prefix_caching: whether full blocks are kept for later requests.
         buckets: sizes to which a pure decode step is padded; empty for none.
+        wide: what there is for penalties, biases and bad words.
+        logprobs: how many log-probs a step may give.
     """
 
     max_rows: int
@@ -43,6 +52,8 @@ class SchedulerLimits:
     max_changes: int
     prefix_caching: bool
     buckets: tuple[int, ...] = ()
+    wide: WideLimits = field(default_factory=WideLimits)
+    logprobs: LogprobLimits = field(default_factory=LogprobLimits)
 
 
 class Scheduler:
@@ -55,6 +66,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.num_preemptions = 0
         self.num_steps = 0
+        self._num_followers = 0
+        self.wide_rows = WideRows(limits.wide)
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
 
     @property
@@ -62,8 +75,27 @@ class Scheduler:
         """Whether a request is running or waiting."""
         return bool(self.running or self.waiting)
 
-    def add(self, request: Request) -> None:
-        """Queue a new request behind all others."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have to be admitted yet, those who follow another one included."""
+        return len(self.waiting) + self._num_followers
+
+    def add(self, request: Request, *followers: Request) -> None:
+        """Queue a new request behind all others; ``followers`` are the further choices for the same prompt.
+
+        They share the blocks of the prompt whatever the setting of the prefix cache: without one, the blocks are
+        registered under a salt that nobody else has.
+        """
+        for choice in (request, *followers):
+            if not self.limits.prefix_caching:
+                choice.num_cacheable_tokens = request.num_prompt_tokens if followers else 0
+                choice.salt = b"choices of %d" % request.id
+                choice.prefix = CachedPrefix.start(choice.salt)
+            if choice is not request:
+                choice.leader = request
+                choice.prompt_logprobs, choice.num_rated_tokens = None, choice.num_prompt_tokens
+        request.followers.extend(followers)
+        self._num_followers += len(followers)
         self.waiting.append(request)
 
     def schedule(self) -> ScheduledBatch | None:
@@ -83,6 +115,9 @@ class Scheduler:
         request.blocks = []
         self._free_rows.append(request.row)
         request.row = -1
+        if request.wide is not None:
+            self.wide_rows.leave(request.wide_row)
+            request.wide_row = -1
         request.residency += 1
         self.running.remove(request)
 
@@ -90,15 +125,20 @@ class Scheduler:
         """Stop waiting or running for good, whatever the state; a retiring request has left already."""
         if request.state is RequestState.RUNNING:
             self.leave(request)
+        elif request.leader is not None:
+            request.leader.followers.remove(request)
+            request.leader = None
+            self._num_followers -= 1
         elif request.state is RequestState.WAITING:
             self.waiting.remove(request)
+        self._release_followers(request)
 
     def register(self, request: Request, end: int) -> None:
         """Put the request's full blocks below ``end`` into the prefix cache: known tokens whose KV is enqueued."""
         size = self.limits.block_size
-        full = min(request.num_computed_tokens, end) // size
+        full = min(request.num_computed_tokens, end - request.num_unsettled, request.num_cacheable_tokens) // size
         prefix = request.prefix
-        if full <= prefix.num_blocks or not self.limits.prefix_caching:
+        if full <= prefix.num_blocks:
             return
         while prefix.num_blocks < full:
             index = prefix.num_blocks
@@ -127,7 +167,8 @@ class Scheduler:
                 return
             if request.state is RequestState.RUNNING:
                 todo = request.num_known_tokens + request.in_flight - request.num_computed_tokens
-                self._put(plan, request, min(todo, plan.budget, self.limits.chunk_size), todo)
+                if num_tokens := self._chunk(plan, request, todo):
+                    self._put(plan, request, num_tokens, todo)
 
     def _admit_waiting(self, plan: "_Plan") -> None:
         size = self.limits.block_size
@@ -137,12 +178,16 @@ class Scheduler:
             if request.in_flight:
                 return
             prefix, hits = request.prefix, []
-            if self.limits.prefix_caching:
-                # The last token is always computed, since its logits are wanted.
-                for prefix, block in self._cached_chain(request, (request.num_known_tokens - 1) // size):  # noqa: B007
-                    hits.append(block)
+            # The last token is always computed, since its logits are wanted.
+            most = min(request.num_known_tokens - 1, request.num_cacheable_tokens) // size
+            if request.num_rated_tokens < request.num_prompt_tokens:
+                most = 0  # cached blocks hold no logits
+            for prefix, block in self._cached_chain(request, most):  # noqa: B007
+                hits.append(block)
             cached = len(hits) * size
-            num_tokens = min(request.num_known_tokens - cached, plan.budget, self.limits.chunk_size)
+            num_tokens = self._chunk(plan, request, request.num_known_tokens - cached)
+            if not num_tokens:
+                return
             needed = -(-(cached + num_tokens) // size) - len(hits)
             # One spare block for each running request; none when nothing runs, or a request that needs all of
             # them could never start.
@@ -151,6 +196,13 @@ class Scheduler:
                 return
             if plan.requests and len(plan.builder.table_changes) + len(hits) + needed > self.limits.max_changes:
                 return
+            wide = request.wide
+            if wide is not None and not self.wide_rows.fits(wide, request.num_known_tokens, plan.builder.wide):
+                return
+            if request.params.logprobs == ALL_LOGPROBS:
+                full = sum(other.params.logprobs == ALL_LOGPROBS for other in self.running)
+                if full >= self.limits.logprobs.max_full_rows:
+                    return
             self.waiting.popleft()
             self._enter(plan, request, hits, prefix)
             self._put(plan, request, num_tokens, request.num_known_tokens - cached)
@@ -168,18 +220,44 @@ class Scheduler:
         if request.metrics.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
         insort(self.running, request, key=_arrival)
+        if request.wide is not None:
+            known = KnownTokens(prompt=request.prompt, output=request.output)
+            request.wide_row = self.wide_rows.enter(request.wide, known, plan.builder.wide)
         params = request.params
         if not params.greedy:
             plan.builder.row_inits.append(
                 RowInit(
                     row=row,
-                    temperature=params.temperature,
-                    top_k=max(params.top_k, 0),
+                    # Device state is fp32 and int32; what does not fit there means the same as the limit.
+                    temperature=min(params.temperature, _LARGEST_FP32),
+                    top_k=min(max(params.top_k, 0), _LARGEST_INT32),
                     top_p=params.top_p,
                     min_p=params.min_p,
                     seed=request.seed,
                 )
             )
+
+    def _chunk(self, plan: "_Plan", request: Request, todo: int) -> int:
+        """How many of ``todo`` tokens the step has room for; the output has room for so many prompt log-probs."""
+        most = min(todo, plan.budget, self.limits.chunk_size)
+        if request.num_rated_tokens < request.num_prompt_tokens:
+            room = self.limits.logprobs.max_prompt_tokens - plan.builder.logprobs.num_prompt_tokens
+            most = min(most, max(request.num_rated_tokens - 1 - request.num_computed_tokens, 0) + room)
+        return most
+
+    def _rate_prompt(self, plan: "_Plan", request: Request, start: int, end: int) -> None:
+        """Ask for the log-probs of the prompt tokens that follow on the positions ``[start, end)``."""
+        first = max(start + 1, request.num_rated_tokens)
+        after = min(end + 1, request.num_prompt_tokens)
+        if after <= first:
+            return
+        top = min(request.params.prompt_logprobs or 0, self.limits.logprobs.max_top)
+        # Tokens of the step so far, which this entry's follow.
+        before = self.limits.token_budget - plan.budget
+        plan.builder.logprobs.add_prompt(
+            PromptSpan(request.id, first, after - first), request.prompt[first:after], before + first - 1 - start, top
+        )
+        request.num_rated_tokens = after
 
     def _put(self, plan: "_Plan", request: Request, num_tokens: int, todo: int) -> None:
         """Give a request ``num_tokens`` of the step, with blocks for them; it keeps its place if there are none."""
@@ -204,6 +282,13 @@ class Scheduler:
         builder = plan.builder
         if samples and (request.params.temperature or request.params.min_tokens > position):
             _add_sampling(builder, request, position)
+        if samples and request.wide is not None:
+            self.wide_rows.sample(request.wide, request.wide_row, builder.num_samples, builder.wide)
+        if samples and request.logprobs is not None:
+            wanted = request.params.logprobs or 0
+            builder.logprobs.add_sample(builder.num_samples, wanted, self.limits.logprobs.max_top)
+        if request.num_rated_tokens < request.num_prompt_tokens:
+            self._rate_prompt(plan, request, start, end)
         if num_tokens > 1:
             # Several tokens to do means still prefilling, and then none is in flight: all ids are known.
             builder.add_chunk(entry, request.known_ids(start, end))
@@ -220,6 +305,22 @@ class Scheduler:
             request.in_flight += 1
         if end // self.limits.block_size > request.prefix.num_blocks:
             self.register(request, request.num_known_tokens)
+        if request.followers and final:
+            self._release_followers(request)
+
+    def _release_followers(self, leader: Request) -> None:
+        """Queue those who waited for a prompt that is enqueued now, or never will be; they keep their arrival."""
+        followers, leader.followers = leader.followers, []
+        if not followers:
+            return
+        self._num_followers -= len(followers)
+        place = self._place_by_arrival(leader)
+        for follower in reversed(followers):
+            follower.leader = None
+            self.waiting.insert(place, follower)
+
+    def _place_by_arrival(self, request: Request) -> int:
+        return next((i for i, other in enumerate(self.waiting) if other.id > request.id), len(self.waiting))
 
     def _make_room(self, request: Request, needed: int) -> bool:
         """Have ``needed`` blocks available, preempting later arrivals that are not in this step if need be."""
@@ -243,8 +344,7 @@ class Scheduler:
         victim.prefix = CachedPrefix.start(victim.salt)
         victim.metrics.num_preemptions += 1
         self.num_preemptions += 1
-        place = next((i for i, other in enumerate(self.waiting) if other.id > victim.id), len(self.waiting))
-        self.waiting.insert(place, victim)
+        self.waiting.insert(self._place_by_arrival(victim), victim)
 
     def _retire(self, plan: "_Plan") -> None:
         """Release what finishes by length: this step is its last, and later steps run after it."""

@@ -7,6 +7,8 @@ counts it knows, so that nothing here waits for the device and everything can be
 - ``paged_attention``: :class:`~gapless.kernels.paged_attention.TritonAttention`, the attention backend for CUDA.
 - ``work_list``: which part of which context each program of an attention launch reads, decided on the device.
 - ``attend_tiles``: the attention kernel itself, for prefill, chunked prefill and decode.
+- ``draw``: temperature, filters and the draw of a token, without sorting the vocabulary.
+- ``penalties``: repetition, frequency and presence penalty in one pass over the logits.
 - ``layer_ops``: the work between matrix products: residual and norm, rotation and cache write, the gate.
 
 Importing these modules imports Triton, so only code that runs on a CUDA device does so. Set ``TRITON_INTERPRET=1``

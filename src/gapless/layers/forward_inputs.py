@@ -29,7 +29,8 @@ class ForwardInputs:
         block_tables: ``[max_rows + 1, max_blocks_per_row]``, int32.
         logits_indices: ``[num_samples]``, int64: the tokens (flat axis) whose logits are wanted.
         host_query_lens: ``query_starts`` as differences, for each entry.
-        host_seq_lens: ``seq_lens``, for each entry.
+        host_seq_lens: ``seq_lens``, for each entry; empty in a step that is recorded as a graph, which has to be right
+            for any lengths.
     """
 
     input_ids: Tensor

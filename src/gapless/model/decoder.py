@@ -145,6 +145,27 @@ class DecoderModel:
         Returns:
             ``[num_samples, vocab_size]``, fp32.
         """
+        hidden, delta = self._run_layers(inputs, kv)
+        # Only the rows that are sampled meet the head: at 128k tokens of vocabulary it is a large part of a step.
+        wanted = hidden.index_select(0, inputs.logits_indices)
+        last = None if delta is None else delta.index_select(0, inputs.logits_indices)
+        return self.logits(self.ops.add_rms_norm(wanted, last, self.final_norm, self.spec.norm_eps))
+
+    def hidden_states(self, inputs: ForwardInputs, kv: KVCache) -> Tensor:
+        """Run one step as :meth:`forward` does, for callers who want logits of other tokens than those that sample.
+
+        Returns:
+            ``[num_tokens, hidden_size]``, what :meth:`logits` reads.
+        """
+        hidden, delta = self._run_layers(inputs, kv)
+        return self.ops.add_rms_norm(hidden, delta, self.final_norm, self.spec.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[n, vocab_size]``, fp32, of hidden states, ``[n, hidden_size]``."""
+        return self.head(hidden).float()
+
+    def _run_layers(self, inputs: ForwardInputs, kv: KVCache) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, ``[num_tokens, hidden_size]``, and what the last layer has yet to add to it."""
         plan = self.attention.plan(inputs, kv.block_size)
         rotation = self.rope.rotation(inputs.positions)
         hidden = self.embedding.index_select(0, inputs.input_ids)
@@ -156,10 +177,7 @@ class DecoderModel:
             delta = self._attend(layer, x, inputs.slot_mapping, rotation, keys, values, plan)
             x = ops.add_rms_norm(hidden, delta, layer.mlp_norm, eps)
             delta = layer.down(ops.silu_and_mul(layer.gate_up(x)))
-        # Only the rows that are sampled meet the head: at 128k tokens of vocabulary it is a large part of a step.
-        wanted = hidden.index_select(0, inputs.logits_indices)
-        last = None if delta is None else delta.index_select(0, inputs.logits_indices)
-        return self.head(ops.add_rms_norm(wanted, last, self.final_norm, eps)).float()
+        return hidden, delta
 
     def _attend(
         self,

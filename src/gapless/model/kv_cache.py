@@ -4,8 +4,10 @@
 and the block pool never hands it out. The tensors are device state, touched on the compute stream only.
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,13 +38,21 @@ class KVCache:
         self.block_size = block_size
         slots = (num_blocks + 1) * block_size
         size = (slots, shape.num_kv_heads, shape.head_dim)
-        # Zeroed once, so that a slot nobody has written holds finite numbers.
-        self.keys: list[Tensor] = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
-        self.values: list[Tensor] = [
-            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)
-        ]
+        self.keys: list[Tensor] = [_zeros(size, shape.dtype, device) for _ in range(shape.num_layers)]
+        self.values: list[Tensor] = [_zeros(size, shape.dtype, device) for _ in range(shape.num_layers)]
 
     @property
     def nbytes(self) -> int:
         """Bytes held by all layers."""
         return sum(t.nbytes for t in self.keys) + sum(t.nbytes for t in self.values)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, so that a slot nobody has written holds finite numbers.
+
+    On a CPU the memory comes from NumPy, which takes pages that the kernel zeroes when they are first touched: a
+    cache of gigabytes is there at once (torch's own zeros write every byte), and what is never used costs nothing.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)

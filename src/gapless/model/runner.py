@@ -26,6 +26,19 @@ class ModelRunner:
         """``[num_samples, vocab_size]`` logits, fp32; see :meth:`DecoderModel.forward`."""
         return self.model.forward(inputs, self.kv)
 
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.model.spec.vocab_size
+
+    def hidden_states(self, inputs: ForwardInputs) -> Tensor:
+        """``[num_tokens, hidden_size]``; see :meth:`DecoderModel.hidden_states`."""
+        return self.model.hidden_states(inputs, self.kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[n, vocab_size]``, fp32, of some tokens' hidden states."""
+        return self.model.logits(hidden)
+
 
 def idle_inputs(query_lens: tuple[int, ...], *, max_rows: int, block_size: int, device: torch.device) -> ForwardInputs:
     """Inputs of a step in which nobody takes part: every entry is on the reserved row, whose blocks are block 0.

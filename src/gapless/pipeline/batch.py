@@ -6,11 +6,14 @@ Engine thread only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from gapless.pipeline.logprobs import HostLogprobs, LogprobBuilder, LogprobWork
+from gapless.pipeline.wide_rows import WideBuilder, WideWork
 
 __all__ = [
     "BatchBuilder",
@@ -21,6 +24,7 @@ __all__ = [
     "ScheduledBatch",
     "StepResult",
     "TableChange",
+    "idle_decode_batch",
     "pad_decode_batch",
 ]
 
@@ -94,6 +98,8 @@ class ScheduledBatch:
         sample_tokens, sample_rows, output_positions: ``[num_samples]``.
         random_samples: ``[n]``: which samples are drawn and not greedy.
         needs_filter: whether a drawn sample uses top_k, top_p or min_p.
+        wide: penalties, biases and bad words; ``None`` where no sample uses any and no such request enters.
+        logprobs: which tokens are rated; ``None`` for none.
     """
 
     step: int
@@ -113,6 +119,13 @@ class ScheduledBatch:
     table_changes: tuple[TableChange, ...]
     row_inits: tuple[RowInit, ...]
     masked_tokens: tuple[MaskedToken, ...]
+    wide: WideWork | None = None
+    logprobs: LogprobWork | None = None
+
+    @property
+    def samples_plainly(self) -> bool:
+        """Whether the largest logit decides, untouched, and nothing else is asked for: what a sampling graph does."""
+        return not (len(self.random_samples) or self.masked_tokens or self.wide or self.logprobs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,12 +136,18 @@ class StepResult:
         tokens: ``[num_samples]``, in the order of the batch's sampling entries.
         healthy: ``[num_samples]``: false where the logits were not finite and the token means nothing.
         busy_s: device time of the step, in seconds.
+        logprobs: of the samples that asked, in the order of the batch's ``logprobs.samples``.
+        prompt_logprobs: of the prompt tokens that asked, in the order of the batch's ``logprobs.prompt_spans``.
+        full_logprobs: ``[num_full_samples, vocab_size]``, in the order of the batch's ``logprobs.full_samples``.
     """
 
     step: int
     tokens: Int32Array
     healthy: NDArray[np.bool_]
     busy_s: float
+    logprobs: HostLogprobs | None = None
+    prompt_logprobs: HostLogprobs | None = None
+    full_logprobs: NDArray[np.float32] | None = None
 
 
 class BatchBuilder:
@@ -143,6 +162,8 @@ class BatchBuilder:
         self.random_samples: list[int] = []
         self.needs_filter = False
         self.num_samples = 0
+        self.wide = WideBuilder()
+        self.logprobs = LogprobBuilder()
         self._ids: list[int] = []
         self._id_chunks: list[Int32Array] = []
 
@@ -204,6 +225,8 @@ class BatchBuilder:
             table_changes=tuple(self.table_changes),
             row_inits=tuple(self.row_inits),
             masked_tokens=tuple(self.masked_tokens),
+            wide=self.wide.build(),
+            logprobs=self.logprobs.build(),
         )
         if decode and all_sample:
             size = next((bucket for bucket in buckets if bucket >= len(entries)), len(entries))
@@ -227,9 +250,8 @@ def pad_decode_batch(batch: ScheduledBatch, size: int, reserved_row: int) -> Sch
     def padded(values: Int32Array, fill: int) -> Int32Array:
         return np.concatenate([values, np.full(extra, fill, dtype=np.int32)])
 
-    return ScheduledBatch(
-        step=batch.step,
-        entries=batch.entries,
+    return replace(
+        batch,
         input_ids=padded(batch.input_ids, 0),
         positions=padded(batch.positions, 0),
         carry=padded(batch.carry, -1),
@@ -240,12 +262,32 @@ def pad_decode_batch(batch: ScheduledBatch, size: int, reserved_row: int) -> Sch
         sample_tokens=np.arange(size, dtype=np.int32),
         sample_rows=padded(batch.sample_rows, reserved_row),
         output_positions=padded(batch.output_positions, 0),
-        random_samples=batch.random_samples,
-        needs_filter=batch.needs_filter,
-        table_changes=batch.table_changes,
-        row_inits=batch.row_inits,
-        masked_tokens=batch.masked_tokens,
     )
+
+
+def idle_decode_batch(size: int, reserved_row: int) -> ScheduledBatch:
+    """A decode step of ``size`` entries in which nobody takes part: nothing but padding, which gives no result."""
+    none = np.zeros(0, dtype=np.int32)
+    empty = ScheduledBatch(
+        step=-1,
+        entries=(),
+        input_ids=none,
+        positions=none,
+        carry=none,
+        token_rows=none,
+        query_lens=none,
+        seq_lens=none,
+        rows=none,
+        sample_tokens=none,
+        sample_rows=none,
+        output_positions=none,
+        random_samples=none,
+        needs_filter=False,
+        table_changes=(),
+        row_inits=(),
+        masked_tokens=(),
+    )
+    return pad_decode_batch(empty, size, reserved_row)
 
 
 def _column(values: tuple[int, ...]) -> Int32Array:

@@ -3,28 +3,60 @@
 :class:`DeviceStep` owns the state that lives on the device by row (block tables, last tokens; the sampler owns its
 own). All of it is touched on the compute stream only, in enqueue order; that order is the fence that lets the host
 hand rows and blocks on at once. Forward and sampler are separate calls, so that a later feature can put work between.
+
+It launches a step's work piece by piece; :class:`~gapless.pipeline.graphs.GraphedStep` replays it where it can. The
+ring knows neither, only :class:`StepExecutor`.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gapless.errors import ConfigError
 from gapless.layers.forward_inputs import ForwardInputs
 from gapless.pipeline.batch import ScheduledBatch
 from gapless.pipeline.carry_over import apply_carry_over
 from gapless.pipeline.layout import StepLayout
+from gapless.pipeline.logprobs import LogprobWork
 from gapless.pipeline.step_buffers import StepBuffers
-from gapless.sampling.sampler import RowParams, SampleInputs, Sampler
+from gapless.pipeline.wide_rows import WideWork, wide_inits, wide_samples
+from gapless.sampling.logits_hook import LogitsProcessor, SampledRows
+from gapless.sampling.logprobs import DeviceLogprobs, token_logprobs
+from gapless.sampling.sampler import RowParams, Sampled, SampleInputs, Sampler
 
-__all__ = ["DeviceStep", "ForwardModel"]
+__all__ = ["DeviceStep", "ForwardModel", "StepExecutor"]
+
+# Most logits made at once to rate prompt tokens: 64 MiB of fp32, and some times that while they are rated.
+_RATED_LOGITS = 1 << 24
 
 
 class ForwardModel(Protocol):
     """Anything that turns inputs into logits: the models, and the simulator's hash of the KV cache."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Return ``[num_samples, vocab_size]``, fp32."""
+
+    def hidden_states(self, inputs: ForwardInputs) -> Tensor:
+        """Return what :meth:`logits` reads, ``[num_tokens, ...]``; writes the same KV as ``forward``."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of some tokens' hidden states, ``[n, vocab_size]``, fp32."""
+
+
+class StepExecutor(Protocol):
+    """What the ring has done for a step: two calls in this order, both on the compute stream."""
+
+    def forward(self, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> Tensor:
+        """Apply the step's changes to device state and return its logits, ``[num_samples, vocab_size]``, fp32."""
+
+    def sample(self, logits: Tensor, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> None:
+        """Sample from what ``forward`` returned, remember the tokens by row, and write the step's output."""
 
 
 class DeviceStep:
@@ -36,6 +68,7 @@ class DeviceStep:
         max_rows: rows for requests; row ``max_rows`` is the reserved one.
         max_blocks_per_row: width of the block table.
         block_size: tokens in a block.
+        logits_processor: a user's change of the logits.
     """
 
     def __init__(
@@ -47,8 +80,10 @@ class DeviceStep:
         max_blocks_per_row: int,
         block_size: int,
         device: torch.device,
+        logits_processor: LogitsProcessor | None = None,
     ) -> None:
         self._model = model
+        self._logits_processor = logits_processor
         self._sampler = sampler
         self._block_size = block_size
         # Zero is the reserved block: an entry nobody has set is harmless.
@@ -57,16 +92,89 @@ class DeviceStep:
 
     def forward(self, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> Tensor:
         """Apply the step's changes to device state and return its logits. Compute stream."""
+        self.apply_changes(batch, layout, buffers)
+        query_lens, seq_lens = tuple(batch.query_lens.tolist()), tuple(batch.seq_lens.tolist())
+        if batch.logprobs is None or not batch.logprobs.prompt_spans:
+            return self.compute_logits(layout, buffers, query_lens=query_lens, seq_lens=seq_lens)
+        inputs = self._inputs(layout, buffers, query_lens, seq_lens)
+        hidden = self._model.hidden_states(inputs)
+        self._rate_prompt_tokens(hidden, batch, layout, buffers)
+        return self._model.logits(hidden.index_select(0, inputs.logits_indices))
+
+    def sample(self, logits: Tensor, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> None:
+        """Sample, remember the tokens by row, and write the step's output. Compute stream."""
+        if len(batch.sample_rows):
+            sampled = self.choose_tokens(
+                logits,
+                layout,
+                buffers,
+                needs_filter=batch.needs_filter,
+                wide=batch.wide,
+                logprobs=batch.logprobs,
+                process=self._processing(batch, layout, buffers),
+            )
+            if sampled.logprobs is not None:
+                _copy(buffers.logprob_views(batch), sampled.logprobs)
+            if sampled.full_logprobs is not None:
+                buffers.full_logprob_views(batch).copy_(sampled.full_logprobs)
+
+    @property
+    def has_logits_processor(self) -> bool:
+        """Whether a user changes the logits, so that no step samples plainly."""
+        return self._logits_processor is not None
+
+    def _processing(
+        self, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers
+    ) -> Callable[[Tensor], Tensor] | None:
+        processor = self._logits_processor
+        if processor is None:
+            return None
+        packed = buffers.device_in
+        # Nothing has been sampled since forward, so carry-over gives the same ids once more.
+        ids = apply_carry_over(layout.device(packed, "input_ids"), layout.device(packed, "carry"), self.last_tokens)
+        sampling = [entry.request_id for entry in batch.entries if entry.samples]
+        rows = SampledRows(
+            request_ids=(*sampling, *[-1] * (len(batch.sample_rows) - len(sampling))),
+            rows=layout.device(packed, "sample_rows").to(torch.int64),
+            input_tokens=ids.index_select(0, layout.device(packed, "sample_tokens").to(torch.int64)),
+            output_positions=layout.device(packed, "output_positions"),
+        )
+
+        def process(logits: Tensor) -> Tensor:
+            changed = processor(logits, rows)
+            if changed.shape != logits.shape or changed.dtype != logits.dtype:
+                raise ConfigError(
+                    f"the logits processor returned {tuple(changed.shape)} {changed.dtype} for "
+                    f"{tuple(logits.shape)} {logits.dtype}"
+                )
+            return changed
+
+        return process
+
+    def compute_logits(
+        self, layout: StepLayout, buffers: StepBuffers, *, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]
+    ) -> Tensor:
+        """Carry tokens over and run the model; reads the fixed part of the packed input only. Compute stream.
+
+        Args:
+            layout: where the fields lie.
+            buffers: the step's.
+            query_lens, seq_lens: what the host tells the model of the entries' lengths, see ``ForwardInputs``.
+        """
+        return self._model.forward(self._inputs(layout, buffers, query_lens, seq_lens))
+
+    def _inputs(
+        self, layout: StepLayout, buffers: StepBuffers, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]
+    ) -> ForwardInputs:
         packed = buffers.device_in
 
         def view(name: str) -> Tensor:
             return layout.device(packed, name)
 
-        self._apply_changes(batch, layout, packed)
         input_ids = apply_carry_over(view("input_ids"), view("carry"), self.last_tokens)
         positions = view("positions").to(torch.int64)
         blocks = self.block_tables[view("token_rows"), positions // self._block_size]
-        inputs = ForwardInputs(
+        return ForwardInputs(
             input_ids=input_ids,
             positions=positions,
             slot_mapping=blocks.to(torch.int64) * self._block_size + positions % self._block_size,
@@ -75,18 +183,56 @@ class DeviceStep:
             rows=view("rows"),
             block_tables=self.block_tables,
             logits_indices=view("sample_tokens").to(torch.int64),
-            host_query_lens=tuple(batch.query_lens.tolist()),
-            host_seq_lens=tuple(batch.seq_lens.tolist()),
+            host_query_lens=query_lens,
+            host_seq_lens=seq_lens,
         )
-        return self._model.forward(inputs)
 
-    def sample(self, logits: Tensor, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> None:
-        """Sample, remember the tokens by row, and write the step's output. Compute stream."""
-        num_samples = len(batch.sample_rows)
-        if num_samples == 0:
-            return
+    def _rate_prompt_tokens(
+        self, hidden: Tensor, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers
+    ) -> None:
+        """Write the log-probs of prompt tokens, a slice at a time: each takes a row as wide as the vocabulary."""
+        indices = layout.device(buffers.device_in, "prompt_rated_indices").to(torch.int64)
+        tokens = layout.device(buffers.device_in, "prompt_rated_tokens").to(torch.int64)
+        output = buffers.prompt_logprob_views(batch)
+        slice_size = max(1, _RATED_LOGITS // self._model.vocab_size)
+        for start in range(0, len(indices), slice_size):
+            part = slice(start, start + slice_size)
+            logits = self._model.logits(hidden.index_select(0, indices[part]))
+            rated = token_logprobs(logits, tokens[part], output.top.shape[1])
+            _copy(
+                DeviceLogprobs(
+                    chosen=output.chosen[part],
+                    ranks=output.ranks[part],
+                    top_ids=output.top_ids[part],
+                    top=output.top[part],
+                ),
+                rated,
+            )
+
+    def choose_tokens(
+        self,
+        logits: Tensor,
+        layout: StepLayout,
+        buffers: StepBuffers,
+        *,
+        needs_filter: bool,
+        wide: WideWork | None = None,
+        logprobs: LogprobWork | None = None,
+        process: Callable[[Tensor], Tensor] | None = None,
+    ) -> Sampled:
+        """Sample a token for each row of ``logits`` and keep it. Compute stream.
+
+        Args:
+            logits: ``[num_samples, vocab_size]``, fp32; may be overwritten.
+            layout: where the fields lie.
+            buffers: the step's.
+            needs_filter, wide, logprobs: as in the batch.
+            process: changes the logits first of all.
+        """
         packed = buffers.device_in
         rows = layout.device(packed, "sample_rows").to(torch.int64)
+        rates = logprobs is not None and bool(logprobs.samples)
+        full = logprobs is not None and bool(logprobs.full_samples)
         sampled = self._sampler.sample(
             logits,
             SampleInputs(
@@ -95,17 +241,25 @@ class DeviceStep:
                 random_samples=layout.device(packed, "random_samples").to(torch.int64),
                 masked_samples=layout.device(packed, "masked_samples").to(torch.int64),
                 masked_tokens=layout.device(packed, "masked_tokens").to(torch.int64),
-                needs_filter=batch.needs_filter,
+                needs_filter=needs_filter,
+                wide=None if wide is None else wide_samples(wide, lambda name: layout.device(packed, name)),
+                rated=layout.device(packed, "rated_samples").to(torch.int64) if rates else None,
+                num_top=0 if logprobs is None else logprobs.num_top,
+                process=process,
+                full=layout.device(packed, "full_samples").to(torch.int64) if full else None,
             ),
         )
         self.last_tokens.index_copy_(0, rows, sampled.tokens)
-        output = buffers.output_views(num_samples)
+        output = buffers.output_views(len(logits))
         output.tokens.copy_(sampled.tokens)
         output.healthy.copy_(sampled.healthy)
+        return sampled
 
-    def _apply_changes(self, batch: ScheduledBatch, layout: StepLayout, packed: Tensor) -> None:
+    def apply_changes(self, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> None:
+        """Change block tables and rows as the tail of the packed input says. Compute stream."""
+
         def view(name: str) -> Tensor:
-            return layout.device(packed, name)
+            return layout.device(buffers.device_in, name)
 
         if batch.table_changes:
             rows, columns = view("change_rows").to(torch.int64), view("change_columns").to(torch.int64)
@@ -121,3 +275,12 @@ class DeviceStep:
                     seed=view("init_seed"),
                 )
             )
+        if batch.wide is not None and batch.wide.has_inits:
+            self._sampler.set_wide_rows(wide_inits(batch.wide, view))
+
+
+def _copy(target: DeviceLogprobs, source: DeviceLogprobs) -> None:
+    target.chosen.copy_(source.chosen)
+    target.ranks.copy_(source.ranks)
+    target.top_ids.copy_(source.top_ids)
+    target.top.copy_(source.top)

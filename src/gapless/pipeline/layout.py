@@ -1,8 +1,8 @@
 """Where each field of a step lies in its packed buffer: :class:`StepLayout`, a pure function of the step's sizes.
 
 The fields of fixed length come first, so that within a bucket their addresses never change; the variable ones (table
-changes, row initialisation, masked tokens) form the tail. Every field has its own dtype and starts at a multiple of
-8 bytes.
+changes, row initialisation, masked tokens, work on wide rows, log-probs) form the tail. Every field has its own dtype
+and starts at a multiple of 8 bytes.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gapless.pipeline.batch import ScheduledBatch
+from gapless.pipeline.wide_rows import WIDE_FIELDS, WideLimits, wide_capacity, wide_sizes
 
 __all__ = ["StepLayout", "StepSizes", "capacity_bytes", "layout_of", "sizes_of"]
 
@@ -29,6 +30,21 @@ class StepSizes(NamedTuple):
     changes: int
     inits: int
     masked: int
+    penalised: int = 0
+    biased: int = 0
+    worded: int = 0
+    penalty_inits: int = 0
+    penalty_values: int = 0
+    prompt_history: int = 0
+    output_history: int = 0
+    bias_inits: int = 0
+    bias_entries: int = 0
+    word_inits: int = 0
+    word_tokens: int = 0
+    word_recent: int = 0
+    rated: int = 0
+    full: int = 0
+    prompt_rated: int = 0
 
 
 class Field(NamedTuple):
@@ -64,6 +80,11 @@ _FIELDS: tuple[tuple[str, str, type[np.generic], torch.dtype], ...] = (
     ("init_seed", "inits", np.int64, torch.int64),
     ("masked_samples", "masked", np.int32, torch.int32),
     ("masked_tokens", "masked", np.int32, torch.int32),
+    *WIDE_FIELDS,
+    ("rated_samples", "rated", np.int32, torch.int32),
+    ("full_samples", "full", np.int32, torch.int32),
+    ("prompt_rated_indices", "prompt_rated", np.int32, torch.int32),
+    ("prompt_rated_tokens", "prompt_rated", np.int32, torch.int32),
 )
 
 
@@ -96,6 +117,10 @@ def sizes_of(batch: ScheduledBatch) -> StepSizes:
         changes=len(batch.table_changes),
         inits=len(batch.row_inits),
         masked=len(batch.masked_tokens),
+        **wide_sizes(batch.wide),
+        rated=0 if batch.logprobs is None else len(batch.logprobs.samples),
+        full=0 if batch.logprobs is None else len(batch.logprobs.full_samples),
+        prompt_rated=0 if batch.logprobs is None else len(batch.logprobs.prompt_tokens),
     )
 
 
@@ -111,7 +136,21 @@ def layout_of(sizes: StepSizes) -> StepLayout:
     return StepLayout(fields, offset)
 
 
-def capacity_bytes(*, max_tokens: int, max_rows: int, max_changes: int, max_masked: int) -> int:
+def capacity_bytes(
+    *, max_tokens: int, max_rows: int, max_changes: int, max_masked: int, max_prompt_rated: int, wide: WideLimits
+) -> int:
     """Bytes that the largest possible step needs."""
-    sizes = StepSizes(max_tokens, max_rows, max_rows, max_rows, max_changes, max_rows, max_masked)
+    sizes = StepSizes(
+        max_tokens,
+        max_rows,
+        max_rows,
+        max_rows,
+        max_changes,
+        max_rows,
+        max_masked,
+        **wide_capacity(wide, max_rows),
+        rated=max_rows,
+        full=max_rows,
+        prompt_rated=max_prompt_rated,
+    )
     return layout_of(sizes).num_bytes

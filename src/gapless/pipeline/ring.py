@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gapless.pipeline.batch import ScheduledBatch, StepResult
-from gapless.pipeline.device_step import DeviceStep
+from gapless.pipeline.device_step import StepExecutor
 from gapless.pipeline.layout import StepLayout
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.protocol import Queues
@@ -42,7 +42,7 @@ class CollectedStep:
 class Ring:
     """Step buffers in rotation, and the steps in flight, oldest first."""
 
-    def __init__(self, *, queues: Queues, depth: int, limits: BufferLimits, device_step: DeviceStep) -> None:
+    def __init__(self, *, queues: Queues, depth: int, limits: BufferLimits, device_step: StepExecutor) -> None:
         assert depth >= 1
         self._queues = queues
         self._device_step = device_step
@@ -83,7 +83,7 @@ class Ring:
         self._compute.record(buffers.compute_done)
 
         self._d2h.wait(buffers.compute_done)
-        if used_out := 2 * 4 * len(batch.sample_rows):
+        if used_out := buffers.output_bytes(batch):
             self._d2h.copy(buffers.host_out[:used_out], buffers.device_out[:used_out])
         self._d2h.record(buffers.d2h_done)
         self._in_flight.append(_StepInFlight(batch, buffers))

@@ -9,7 +9,7 @@ Outputs live here and not in the graphs' memory pool, since the d2h copy of step
 Owned by the ring; the host side is touched by the engine thread only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,7 +18,10 @@ from torch import Tensor
 
 from gapless.pipeline.batch import ScheduledBatch, StepResult
 from gapless.pipeline.layout import StepLayout, capacity_bytes, layout_of, sizes_of
+from gapless.pipeline.logprobs import LogprobLimits, block_bytes, device_block, host_block
 from gapless.pipeline.streams.protocol import Queues
+from gapless.pipeline.wide_rows import WideLimits, write_wide
+from gapless.sampling.logprobs import DeviceLogprobs
 
 __all__ = ["BufferLimits", "StepBuffers"]
 
@@ -31,6 +34,8 @@ class BufferLimits:
     max_rows: int
     max_changes: int
     max_masked: int
+    wide: WideLimits = field(default_factory=WideLimits)
+    logprobs: LogprobLimits = field(default_factory=LogprobLimits)
 
 
 class StepBuffers:
@@ -42,12 +47,19 @@ class StepBuffers:
             max_rows=limits.max_rows,
             max_changes=limits.max_changes,
             max_masked=limits.max_masked,
+            max_prompt_rated=limits.logprobs.max_prompt_tokens,
+            wide=limits.wide,
         )
         self.host_in = queues.host_buffer(size)
         self.device_in = torch.zeros(size, dtype=torch.uint8, device=queues.device)
-        # Rows of the output: tokens, then 1 where the logits were finite.
-        self.device_out = torch.zeros(2 * limits.max_rows * 4, dtype=torch.uint8, device=queues.device)
-        self.host_out = queues.host_buffer(2 * limits.max_rows * 4)
+        # The output: tokens, then 1 where the logits were finite, then log-probs of samples and of prompt tokens, then
+        # rows of the whole vocabulary's.
+        max_rated = limits.max_rows + limits.logprobs.max_prompt_tokens
+        out_size = 2 * limits.max_rows * 4 + block_bytes(max_rated, limits.logprobs.max_top)
+        out_size += limits.logprobs.full_bytes
+        self._vocab_size = limits.logprobs.vocab_size
+        self.device_out = torch.zeros(out_size, dtype=torch.uint8, device=queues.device)
+        self.host_out = queues.host_buffer(out_size)
         self.h2d_done = queues.event()
         self.compute_start = queues.event()
         self.compute_done = queues.event()
@@ -91,6 +103,13 @@ class StepBuffers:
         if batch.masked_tokens:
             put("masked_samples", [masked.sample for masked in batch.masked_tokens])
             put("masked_tokens", [masked.token for masked in batch.masked_tokens])
+        if batch.wide is not None:
+            write_wide(put, batch.wide)
+        if batch.logprobs is not None:
+            put("rated_samples", batch.logprobs.samples)
+            put("full_samples", batch.logprobs.full_samples)
+            put("prompt_rated_indices", batch.logprobs.prompt_indices)
+            put("prompt_rated_tokens", batch.logprobs.prompt_tokens)
         return layout
 
     def output_views(self, num_samples: int) -> "OutputViews":
@@ -98,16 +117,57 @@ class StepBuffers:
         flat = self.device_out[: 2 * num_samples * 4].view(torch.int32)
         return OutputViews(tokens=flat[:num_samples], healthy=flat[num_samples:])
 
+    def output_bytes(self, batch: ScheduledBatch) -> int:
+        """How much of the output a step uses."""
+        used = 2 * 4 * len(batch.sample_rows)
+        if batch.logprobs is not None:
+            used += batch.logprobs.num_bytes + 4 * len(batch.logprobs.full_samples) * self._vocab_size
+        return used
+
+    def full_logprob_views(self, batch: ScheduledBatch) -> Tensor:
+        """Where rows of the whole vocabulary's log-probs go, ``[num_full_samples, vocab_size]``, fp32."""
+        assert batch.logprobs is not None
+        start = 2 * 4 * len(batch.sample_rows) + batch.logprobs.num_bytes
+        flat = self.device_out[start : self.output_bytes(batch)].view(torch.float32)
+        return flat.view(-1, self._vocab_size)
+
+    def logprob_views(self, batch: ScheduledBatch) -> DeviceLogprobs:
+        """Where the log-probs of a step's samples go."""
+        assert batch.logprobs is not None
+        return device_block(
+            self.device_out, 2 * 4 * len(batch.sample_rows), len(batch.logprobs.samples), batch.logprobs.num_top
+        )
+
+    def prompt_logprob_views(self, batch: ScheduledBatch) -> DeviceLogprobs:
+        """Where the log-probs of a step's prompt tokens go."""
+        work = batch.logprobs
+        assert work is not None
+        offset = 2 * 4 * len(batch.sample_rows) + block_bytes(len(work.samples), work.num_top)
+        return device_block(self.device_out, offset, len(work.prompt_tokens), work.num_prompt_top)
+
     def read(self, batch: ScheduledBatch, busy_s: float) -> StepResult:
         """Copy the results out; only after ``d2h_done``."""
         padded = len(batch.sample_rows)
         flat = self._out_array[: 2 * padded * 4].view(np.int32)
         real = sum(entry.samples for entry in batch.entries) if padded > len(batch.entries) else padded
+        logprobs = prompt_logprobs = full_logprobs = None
+        if (work := batch.logprobs) is not None:
+            offset = 2 * 4 * padded
+            logprobs = host_block(self._out_array, offset, len(work.samples), work.num_top)
+            offset += block_bytes(len(work.samples), work.num_top)
+            prompt_logprobs = host_block(self._out_array, offset, len(work.prompt_tokens), work.num_prompt_top)
+            if work.full_samples:
+                start = 2 * 4 * padded + work.num_bytes
+                rows = self._out_array[start : self.output_bytes(batch)].view(np.float32)
+                full_logprobs = rows.reshape(-1, self._vocab_size).copy()
         return StepResult(
             step=batch.step,
             tokens=flat[:real].copy(),
             healthy=flat[padded : padded + real] != 0,
             busy_s=busy_s,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            full_logprobs=full_logprobs,
         )
 
 

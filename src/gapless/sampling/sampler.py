@@ -5,13 +5,16 @@ inverting the cumulative distribution at one counter-based uniform number, so th
 seed and positions alone. Only rows that ask for something pay for it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gapless.sampling.filters import filter_logits
+from gapless.sampling.drawing import Draw, draw_tokens
+from gapless.sampling.logprobs import DeviceLogprobs, all_logprobs, token_logprobs
 from gapless.sampling.random_numbers import uniform
+from gapless.sampling.wide_state import WideInits, WideSamples, WideState
 
 __all__ = ["RowParams", "SampleInputs", "Sampled", "Sampler"]
 
@@ -41,6 +44,11 @@ class SampleInputs:
         random_samples: ``[n]``, int64: the samples that are drawn; the others are greedy.
         masked_samples, masked_tokens: ``[m]``, int64: pairs that may not be sampled.
         needs_filter: whether a drawn sample uses top_k, top_p or min_p.
+        wide: samples with penalties, biases or bad words.
+        rated: ``[r]``, int64: samples whose log-probs are wanted.
+        num_top: how many top tokens each of them gets.
+        full: ``[f]``, int64: samples that get the whole vocabulary's log-probs.
+        process: a user's change of the logits.
     """
 
     rows: Tensor
@@ -49,21 +57,39 @@ class SampleInputs:
     masked_samples: Tensor
     masked_tokens: Tensor
     needs_filter: bool
+    wide: WideSamples | None = None
+    rated: Tensor | None = None
+    num_top: int = 0
+    full: Tensor | None = None
+    process: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """``tokens``: ``[num_samples]``, int64; ``healthy``: ``[num_samples]``, bool."""
+    """``tokens``: ``[num_samples]``, int64; ``healthy``: ``[num_samples]``, bool; ``*logprobs``: of those who ask."""
 
     tokens: Tensor
     healthy: Tensor
+    logprobs: DeviceLogprobs | None = None
+    full_logprobs: Tensor | None = None
 
 
 class Sampler:
-    """Sampling parameters by row, and the sampling of a step."""
+    """Sampling parameters by row, and the sampling of a step.
 
-    def __init__(self, *, max_rows: int, device: torch.device) -> None:
+    Args:
+        max_rows: rows for requests; row ``max_rows`` is the reserved one.
+        device: where the state lives.
+        wide: state of penalties, biases and bad words; without it no request may have any.
+        draw: a faster :func:`~gapless.sampling.drawing.draw_tokens`, if there is one.
+    """
+
+    def __init__(
+        self, *, max_rows: int, device: torch.device, wide: WideState | None = None, draw: Draw = draw_tokens
+    ) -> None:
         size = max_rows + 1
+        self._draw_tokens = draw
+        self._wide = wide
         self._temperature = torch.ones(size, dtype=torch.float32, device=device)
         self._top_k = torch.zeros(size, dtype=torch.int32, device=device)
         self._top_p = torch.ones(size, dtype=torch.float32, device=device)
@@ -78,8 +104,21 @@ class Sampler:
         self._min_p.index_copy_(0, params.rows, params.min_p)
         self._seed.index_copy_(0, params.rows, params.seed)
 
+    def set_wide_rows(self, inits: WideInits) -> None:
+        """Give wide rows to new requests."""
+        assert self._wide is not None
+        self._wide.set_rows(inits)
+
     def sample(self, logits: Tensor, inputs: SampleInputs) -> Sampled:
         """Choose a token for each row of ``logits``, ``[num_samples, vocab_size]``, fp32 (may be overwritten)."""
+        # Log-probs are those of the raw logits: a copy, made before anything changes them.
+        raw = None if inputs.rated is None else logits.index_select(0, inputs.rated)
+        full = None if inputs.full is None else all_logprobs(logits.index_select(0, inputs.full))
+        if inputs.process is not None:
+            logits = inputs.process(logits)
+        if inputs.wide is not None:
+            assert self._wide is not None
+            self._wide.apply(logits, inputs.wide)
         if len(inputs.masked_samples):
             mask = logits.new_full((1,), -torch.inf).expand(len(inputs.masked_samples))
             logits.index_put_((inputs.masked_samples, inputs.masked_tokens), mask)
@@ -88,18 +127,24 @@ class Sampler:
         if len(inputs.random_samples):
             drawn = self._draw(logits, top, inputs)
             tokens = tokens.index_copy(0, inputs.random_samples, drawn)
-        return Sampled(tokens=tokens, healthy=top.isfinite())
+        if inputs.wide is not None and self._wide is not None:
+            self._wide.update(inputs.wide, tokens)
+        logprobs = None
+        if raw is not None and inputs.rated is not None:
+            logprobs = token_logprobs(raw, tokens.index_select(0, inputs.rated), inputs.num_top)
+        return Sampled(tokens=tokens, healthy=top.isfinite(), logprobs=logprobs, full_logprobs=full)
 
     def _draw(self, logits: Tensor, top: Tensor, inputs: SampleInputs) -> Tensor:
         which = inputs.random_samples
         rows = inputs.rows[which]
-        temperature = self._temperature[rows].clamp(min=_MIN_TEMPERATURE)
-        # Subtracting the maximum first keeps a tiny temperature finite: 0 / t is 0, the rest goes to -inf.
-        tempered = (logits[which] - top[which][:, None]) / temperature[:, None]
-        if inputs.needs_filter:
-            tempered = filter_logits(tempered, self._top_k[rows], self._top_p[rows], self._min_p[rows])
-        cumulative = tempered.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-        target = uniform(self._seed[rows], inputs.output_positions[which])[:, None] * cumulative[:, -1:]
-        # The first token whose cumulative probability passes the target; never one of probability zero.
-        drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
-        return drawn.clamp(max=logits.shape[-1] - 1)
+        return self._draw_tokens(
+            logits,
+            which,
+            top,
+            self._temperature[rows].clamp(min=_MIN_TEMPERATURE),
+            self._top_k[rows],
+            self._top_p[rows],
+            self._min_p[rows],
+            uniform(self._seed[rows], inputs.output_positions[which]),
+            needs_filter=inputs.needs_filter,
+        )

@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gapless.errors import RequestError
+from gapless.errors import RequestError, shown
 from gapless.text.chat import JsonValue, Message, checked_messages, checked_value, render_template
 from gapless.text.control_text import ControlTextMask, ControlTexts
 from gapless.text.stream_decoder import StreamDecoder
-from gapless.text.validation import check_text, shown
+from gapless.text.validation import check_text
 
 __all__ = ["SpecialSpan", "Tokenizer"]
 
@@ -72,6 +72,11 @@ class Tokenizer(ABC):
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens: those that ``skip_special_tokens`` leaves out."""
         return self._special_ids
+
+    def holds_special_text(self, text: str) -> bool:
+        """Whether the text of a special token is part of a text."""
+        pattern = self._control_texts.pattern
+        return pattern is not None and pattern.search(text) is not None
 
     @property
     def has_chat_template(self) -> bool:

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gapless.errors import RequestError
-from gapless.text.validation import check_text, shown
+from gapless.errors import RequestError, shown
+from gapless.text.validation import check_text
 
 __all__ = ["CHATML_TEMPLATE", "ROLES", "JsonValue", "Message", "checked_messages", "checked_value", "render_template"]
 

@@ -18,7 +18,7 @@ come out with a later id than the one that completed it; :meth:`IncrementalDetok
 An object belongs to one request and is used by one thread at a time.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from gapless.text.base_tokenizer import Tokenizer
@@ -60,6 +60,11 @@ class IncrementalDetokenizer:
         """How many ids were appended."""
         return self._num_ids
 
+    @property
+    def num_final_ids(self) -> int:
+        """How many ids, from the first, have all their text given out."""
+        return len(self._ends)
+
     def append(self, ids: Sequence[int]) -> str:
         """Take the next output ids, any number of them, and return the text that became final (often empty)."""
         assert not self._finished, "append after finish"
@@ -91,6 +96,15 @@ class IncrementalDetokenizer:
         if num_characters <= 0:
             return 0
         return min(bisect_left(self._ends, num_characters) + 1, self._num_ids)
+
+    def num_ids_within(self, num_characters: int) -> int:
+        """How many ids, from the first, have all their text within the first ``num_characters`` of ``text``."""
+        return bisect_right(self._ends, num_characters)
+
+    def num_characters_of(self, num_ids: int) -> int:
+        """How long the text of the first ``num_ids`` ids is, as far as it is given out."""
+        num_ids = min(num_ids, len(self._ends))
+        return self._ends[num_ids - 1] if num_ids else 0
 
     def _accept(self, texts: list[str]) -> str:
         num_open_ids = self._num_ids - len(self._ends)

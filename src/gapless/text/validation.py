@@ -7,11 +7,9 @@ index in a list), the value and the limit.
 from collections.abc import Sequence
 from numbers import Integral
 
-from gapless.errors import RequestError
+from gapless.errors import RequestError, shown
 
-__all__ = ["check_text", "check_token_ids", "shown"]
-
-_SHOWN_CHARS = 60
+__all__ = ["check_text", "check_token_ids"]
 
 
 def check_text(value: object, *, field: str) -> str:
@@ -62,9 +60,3 @@ def check_token_ids(ids: object, vocab_size: int, field: str = "prompt_token_ids
             raise RequestError(f"{field}[{index}]={number} is not in the vocabulary; ids go from 0 to {vocab_size - 1}")
         numbers.append(number)
     return numbers
-
-
-def shown(value: object) -> str:
-    """``repr`` of a value, cut to what fits into one line of a message."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."

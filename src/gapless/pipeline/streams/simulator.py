@@ -159,6 +159,9 @@ class SimulatorQueues:
         ready = [stream for stream in self._streams if stream.ready]
         if not ready:
             return False
+        if len(ready) == 1:
+            ready[0].run_head()
+            return True
         self._random.choices(ready, [stream.weight for stream in ready])[0].run_head()
         return True
 

@@ -1,0 +1,176 @@
+"""Decode steps as graphs: :class:`GraphedStep` replays what :class:`DeviceStep` would launch kernel by kernel.
+
+The idea: launching a decode step's few hundred kernels takes the host longer than the device needs to run them, so
+the overlap alone cannot keep the device busy. A graph replays them with one call. It is bound to addresses, so there is
+one pair of graphs (forward with carry-over; greedy sampling) for each set of step buffers and each *bucket*, a number
+of entries that decode steps are padded to. What a graph reads is either in the fixed part of the packed input, whose
+layout depends on the bucket alone, or device state that never moves, weights included. The tail (table changes, new
+rows) is applied launch by launch before the replay, and a step that draws or masks tokens samples so after it.
+
+What a graph must not depend on: lengths. They are constants of the Python code that is captured, so the model is told
+none (``host_seq_lens`` is empty) and an attention backend that asks for one fails at once, instead of being right at
+one length and wrong at another.
+
+All graphs draw their intermediates from one memory pool, since two steps never compute at once; nothing in it outlives
+a replay. Logits go to one static tensor for all, outputs to the step buffers.
+
+A pair is captured the first time its bucket and buffers meet. That step is launched as usual first, which compiles and
+loads its kernels, and captured right after, while the device works on it: nothing waits. Used on the compute stream
+only, by the thread that runs it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gapless.pipeline.batch import ScheduledBatch
+from gapless.pipeline.device_step import DeviceStep
+from gapless.pipeline.layout import StepLayout, StepSizes, layout_of
+from gapless.pipeline.step_buffers import StepBuffers
+
+__all__ = ["CudaRecorder", "GraphCounts", "GraphedStep", "Recorder", "Recording", "decode_buckets"]
+
+
+def decode_buckets(max_rows: int) -> tuple[int, ...]:
+    """Sizes that decode steps are padded to, ascending, the last one ``max_rows``.
+
+    Steps of 8 up to 64, of 16 up to 256 and of 32 above: 33 requests run as 40, not as 64.
+    """
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32))
+    return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+class Recording(Protocol):
+    """Device work that can be run again."""
+
+    def replay(self) -> None:
+        """Enqueue the work on the current stream."""
+
+
+class Recorder(Protocol):
+    """Makes recordings. On CUDA they are graphs; without a device, tests keep the closure and run it again."""
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        """Record what ``work`` enqueues on the current stream; whether it also runs now is left open."""
+
+
+class CudaRecorder:
+    """Captures CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Device memory of the pool. Walks the allocator's segments: for reports and tests."""
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == tuple(self._pool))
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        """Capture ``work`` without running it.
+
+        ``torch.cuda.graph`` is not used, because it synchronises the device and empties the allocator's cache, in the
+        middle of traffic. ``thread_local``: a call of ours that may not be captured is an error, while other threads of
+        the process (the user's own, another engine) go on allocating memory and waiting for events meanwhile.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # The random generator's own tensors are made here; as inference tensors they would fail a later capture of the
+        # user's outside of inference mode.
+        with torch.inference_mode(mode=False):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+        return graph
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphCounts:
+    """How often graphs were used: ``captured`` pairs, and steps that were ``replayed``."""
+
+    captured: int
+    replayed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StepGraphs:
+    """A bucket's graphs over one set of buffers; forward leaves its result in ``logits: [bucket, vocab_size]``."""
+
+    forward: Recording
+    sample: Recording
+    logits: Tensor
+
+
+class GraphedStep:
+    """A ``StepExecutor`` that replays decode steps and hands all others to a :class:`DeviceStep`.
+
+    Args:
+        step: does the work that is recorded, and the steps that are not.
+        recorder: makes the graphs.
+        buckets: numbers of entries that steps are padded to; a decode step of another size is not recorded.
+    """
+
+    def __init__(self, step: DeviceStep, recorder: Recorder, buckets: Sequence[int]) -> None:
+        self._step = step
+        self.recorder = recorder
+        self._buckets = frozenset(buckets)
+        self._graphs: dict[tuple[StepBuffers, int], _StepGraphs] = {}
+        self._logits: Tensor | None = None
+        self._replayed = 0
+
+    @property
+    def counts(self) -> GraphCounts:
+        """What was captured and replayed so far."""
+        return GraphCounts(captured=len(self._graphs), replayed=self._replayed)
+
+    def forward(self, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> Tensor:
+        """See :meth:`StepExecutor.forward`; the logits of a replayed step are overwritten by the next one."""
+        graphs = self._find(batch, buffers)
+        if graphs is None:
+            return self._step.forward(batch, layout, buffers)
+        self._step.apply_changes(batch, layout, buffers)
+        graphs.forward.replay()
+        self._replayed += 1
+        return graphs.logits
+
+    def sample(self, logits: Tensor, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> None:
+        """See :meth:`StepExecutor.sample`."""
+        graphs = self._find(batch, buffers)
+        if graphs is not None and batch.samples_plainly and not self._step.has_logits_processor:
+            assert logits is graphs.logits, "the sampling graph reads what the forward graph wrote"
+            graphs.sample.replay()
+            return
+        self._step.sample(logits, batch, layout, buffers)
+        if graphs is None and self._can_record(batch):
+            self._graphs[buffers, len(batch.rows)] = self._record(len(batch.rows), logits, buffers)
+
+    def _find(self, batch: ScheduledBatch, buffers: StepBuffers) -> _StepGraphs | None:
+        return self._graphs.get((buffers, len(batch.rows))) if self._can_record(batch) else None
+
+    def _can_record(self, batch: ScheduledBatch) -> bool:
+        """Whether every entry has one token and samples, their number is a bucket, and no prompt is rated."""
+        if batch.logprobs is not None and batch.logprobs.prompt_spans:
+            return False
+        size = len(batch.rows)
+        return len(batch.input_ids) == len(batch.sample_rows) == size and size in self._buckets
+
+    def _record(self, size: int, like: Tensor, buffers: StepBuffers) -> _StepGraphs:
+        """Record the bucket ``size`` over ``buffers``; ``like`` is a step's logits."""
+        if self._logits is None:
+            self._logits = torch.empty((max(self._buckets), like.shape[1]), dtype=like.dtype, device=like.device)
+        logits = self._logits[:size]
+        # Without a tail: offsets in the fixed part are the same whatever the tail holds.
+        layout = layout_of(StepSizes(size, size, size, random=0, changes=0, inits=0, masked=0))
+        query_lens = (1,) * size
+
+        def forward() -> None:
+            logits.copy_(self._step.compute_logits(layout, buffers, query_lens=query_lens, seq_lens=()))
+
+        def sample() -> None:
+            self._step.choose_tokens(logits, layout, buffers, needs_filter=False)
+
+        return _StepGraphs(forward=self.recorder.record(forward), sample=self.recorder.record(sample), logits=logits)

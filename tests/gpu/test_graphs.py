@@ -1,0 +1,246 @@
+"""CUDA graphs give what launching kernel by kernel gives, bit for bit, and cost neither a sync nor memory twice."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from transformers import MistralConfig
+
+from fixtures.cuda_engine import CudaEngine, mixed_requests, no_host_sync
+from gapless.engine.request import EngineRequest
+from gapless.kernels.paged_attention import TritonAttention
+from gapless.layers.forward_inputs import ForwardInputs
+from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch, TableChange
+from gapless.pipeline.device_step import DeviceStep
+from gapless.pipeline.graphs import CudaRecorder, GraphCounts, GraphedStep, decode_buckets
+from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
+from gapless.pipeline.streams.cuda import CudaQueues
+from gapless.sampling.sampler import Sampler
+from gapless.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (*range(1, 18), 33)
+
+
+def counts(engine: CudaEngine) -> GraphCounts:
+    executor = engine.built.executor
+    assert isinstance(executor, GraphedStep)
+    return executor.counts
+
+
+def same_length(count: int, *, sampled: bool) -> list[EngineRequest]:
+    """Requests that decode side by side for a while; contexts of mixed lengths cross block boundaries."""
+    return [
+        EngineRequest(
+            prompt_token_ids=[(7 * index + count) % 320, *range(1, 2 + (index * 13) % 50)],
+            params=SamplingParams(
+                temperature=0.9 if sampled and index % 3 == 1 else 0.0,
+                top_p=0.9 if index % 2 else 1.0,
+                min_tokens=4 if sampled and index % 4 == 0 else 0,
+                seed=index,
+                max_tokens=20,
+            ),
+            stop_token_ids=frozenset({5, 300}) if sampled and index % 4 == 0 else frozenset(),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.fixture
+def sliding_window_model(tmp_path: Path) -> Path:
+    config = MistralConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        sliding_window=24,
+    )
+    config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_c15_graphs_equal_eager_at_every_batch_size(depth: int, sampled: bool) -> None:
+    options: dict[str, Any] = {"depth": depth, "max_rows": 40, "enable_prefix_caching": False}
+    with CudaEngine(cuda_graphs=True, **options) as graphed, CudaEngine(cuda_graphs=False, **options) as eager:
+        assert isinstance(eager.built.executor, DeviceStep)
+        seen: set[int] = set()
+        for size in SIZES:
+            work = same_length(size, sampled=sampled)
+            outputs = graphed.run(work)
+            assert outputs == eager.run(work), f"{size} requests"
+            seen.update(token for ids in outputs for token in ids)
+        assert len(seen) > 10, "tokens that never vary would show nothing"
+        assert graphed.shapes == eager.shapes
+        # Every decode bucket was met, and after the first time with each set of buffers it was replayed.
+        buckets = [entries for tokens, entries in graphed.shapes if tokens == entries]
+        assert {1, 2, 4, 8, 16, 24, 40} <= set(buckets)
+        assert counts(graphed).captured <= depth * len(decode_buckets(40))
+        assert counts(graphed).replayed > len(buckets) / 2
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_sliding_window_is_replayed_past_its_edge(depth: int, sliding_window_model: Path) -> None:
+    options: dict[str, Any] = {"depth": depth, "max_rows": 16, "enable_prefix_caching": False}
+    work = mixed_requests(12, sampled=True)
+    with CudaEngine(sliding_window_model, **options) as graphed:
+        outputs = graphed.run(work)
+        assert graphed.built.loaded.spec.windows == (24, 24)
+        assert counts(graphed).replayed > 10
+    with CudaEngine(sliding_window_model, cuda_graphs=False, **options) as eager:
+        assert outputs == eager.run(work)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_preemption_and_admission_change_rows_between_replays(depth: int) -> None:
+    options: dict[str, Any] = {"depth": depth, "num_blocks": 24, "max_model_len": 256, "chunk_size": 16, "max_rows": 6}
+    work = mixed_requests(24, sampled=True)
+    with CudaEngine(**options) as graphed:
+        outputs = [graphed.run(work), graphed.run(work)]
+        assert graphed.built.engine.counters().preemptions > 0
+        assert counts(graphed).replayed > 50
+    with CudaEngine(cuda_graphs=False, **options) as eager:
+        assert outputs == [eager.run(work), eager.run(work)]
+
+
+def test_the_pool_at_depth_2_is_within_5_percent_of_depth_1() -> None:
+    """Of a model whose intermediates are megabytes; captured in the order in which traffic asks for buckets."""
+    sizes = {}
+    for depth in (1, 2):
+        with CudaEngine("smollm2-135m", depth=depth, max_rows=64, enable_prefix_caching=False) as engine:
+            executor = engine.built.executor
+            assert isinstance(executor, GraphedStep)
+            assert isinstance(executor.recorder, CudaRecorder)
+            largest = executor.recorder.pool_bytes
+            for size in (3, 40, 17, 64):
+                engine.run(same_length(size, sampled=False))
+            assert executor.counts.captured >= 4 * depth
+            sizes[depth] = executor.recorder.pool_bytes
+            # The largest bucket was captured first, and the others fit into what it left but for small remainders.
+            assert largest > 1 << 20
+            assert sizes[depth] <= 1.25 * largest
+    print(f"graph pool: {sizes[1]} bytes at depth 1, {sizes[2]} at depth 2")
+    assert sizes[2] <= 1.05 * sizes[1]
+
+
+def test_other_threads_may_allocate_and_wait_during_a_capture() -> None:
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def busy() -> None:
+        stream = torch.cuda.Stream()
+        try:
+            step = 0
+            with torch.cuda.stream(stream):
+                while not stop.is_set():
+                    step += 1
+                    # Sizes that no cached block serves, so that the driver is asked for memory.
+                    torch.empty(((step % 50) * 7 + 1) << 20, dtype=torch.uint8, device="cuda").fill_(1)
+                    event = torch.cuda.Event()
+                    event.record()
+                    event.synchronize()
+        except BaseException as error:
+            failures.append(error)
+
+    work = mixed_requests(24, sampled=True, stops=False)
+    with CudaEngine(cuda_graphs=False) as eager:
+        expected = eager.run(work)
+    other = threading.Thread(target=busy)
+    with CudaEngine() as engine:
+        other.start()
+        ids: list[list[int]] = []
+        try:
+            ids = engine.run(work, may_wait=True)
+        finally:
+            stop.set()
+            other.join()
+        assert not failures, failures
+        assert ids == expected
+        assert counts(engine).captured > 5
+
+
+class DriftingModel:
+    """Attention over the paged cache, whose output is the logits: whatever a replay reads wrongly shows in the bits."""
+
+    def __init__(self, num_blocks: int, window: int | None) -> None:
+        generator = torch.Generator("cuda").manual_seed(1)
+        shape = ((num_blocks + 1) * 16, 2, 64)
+        self.keys, self.values = torch.randn((2, *shape), generator=generator, device="cuda").to(torch.bfloat16)
+        self._embedding = torch.randn((512, 8, 64), generator=generator, device="cuda").to(torch.bfloat16)
+        self._attention = TritonAttention.for_device(torch.device("cuda"))
+        self._window = window
+
+    def forward(self, inputs: ForwardInputs) -> Tensor:
+        x = self._embedding.index_select(0, inputs.input_ids)
+        shift = (inputs.positions * 0.01).to(x.dtype)[:, None, None]
+        self.keys.index_copy_(0, inputs.slot_mapping, x[:, :2] + shift)
+        self.values.index_copy_(0, inputs.slot_mapping, x[:, 2:4])
+        plan = self._attention.plan(inputs, 16)
+        out = self._attention.attend(x, self.keys, self.values, plan, scale=0.2, window=self._window)
+        return out.index_select(0, inputs.logits_indices).float()
+
+
+def decode_batch(step: int, size: int, lengths: list[int]) -> ScheduledBatch:
+    """One more token for each of ``size`` rows, which have ``lengths``; tokens come by carry-over after the first."""
+    builder = BatchBuilder(step)
+    for row in range(size):
+        start = lengths[row]
+        entry = BatchEntry(row, 0, row, start, 1, True, True, step > 0, step)
+        builder.add_token(entry, 0 if step else row + 1)
+        columns = range(start // 16 + 1) if step == 0 else [start // 16] if start % 16 == 0 else []
+        builder.table_changes += [TableChange(row, column, 1 + row * 40 + column) for column in columns]
+        lengths[row] += 1
+    return builder.build(buckets=decode_buckets(40), reserved_row=40)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("size", [1, 7, 33])
+def test_logits_and_tokens_of_a_replay_are_those_of_a_launch(size: int, window: int | None) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    queues = CudaQueues(device)
+    runs = []
+    for graphs in (False, True):
+        step = DeviceStep(
+            model=DriftingModel(40 * 40, window),
+            sampler=Sampler(max_rows=40, device=device),
+            max_rows=40,
+            max_blocks_per_row=40,
+            block_size=16,
+            device=device,
+        )
+        executor = GraphedStep(step, CudaRecorder(), decode_buckets(40)) if graphs else step
+        limits = BufferLimits(max_tokens=40, max_rows=40, max_changes=800, max_masked=40)
+        sets = [StepBuffers(queues, limits), StepBuffers(queues, limits)]
+        stream = torch.cuda.Stream()
+        lengths = [(row * 37) % 300 // 16 * 16 for row in range(size)]
+        kept = []
+        torch.cuda.synchronize()
+        for index in range(40):
+            batch, buffers = decode_batch(index, size, lengths), sets[index % 2]
+            layout = buffers.write(batch)
+            with torch.inference_mode(), torch.cuda.stream(stream), no_host_sync():
+                buffers.device_in.copy_(buffers.host_in, non_blocking=True)
+                logits = executor.forward(batch, layout, buffers)
+                kept.append(logits[:size].clone())
+                executor.sample(logits, batch, layout, buffers)
+                kept.append(buffers.output_views(len(batch.rows)).tokens[:size].clone())
+            stream.synchronize()  # the host input is written again
+        if graphs:
+            assert isinstance(executor, GraphedStep)
+            assert executor.counts == GraphCounts(captured=2, replayed=38)
+        runs.append(kept)
+    assert all(launched.equal(replayed) for launched, replayed in zip(*runs, strict=True))
+    assert len({int(tokens[0]) for tokens in runs[0][1::2]}) > 1
