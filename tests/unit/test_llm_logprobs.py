@@ -1,5 +1,6 @@
 """Log-probs through ``LLM``: of sampled tokens and of prompts, whatever else is asked, at every depth."""
 
+import asyncio
 import gc
 import json
 import math
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from fixtures.served_models import CPU, ROW_L, chain, hist_checkpoint, random_prompts, rows, table_checkpoint
 from fixtures.tokenizers import BYTE_EOS
-from gapless import LLM, SamplingParams
+from gapless import LLM, AsyncLLM, SamplingParams
 from gapless.outputs import RequestOutput, TokenLogprobsById
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -282,6 +283,31 @@ def test_a_prompt_with_nan_fails_and_says_so(llm: LLM) -> None:
     assert bad.outputs[0].finish_reason == "error"
     assert bad.prompt_logprobs is None
     assert good.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_c26_streamed_log_probs_grow_with_the_ids(folder: Path, depth: int) -> None:
+    params = replace(GREEDY, logprobs=2, prompt_logprobs=1, n=2, seed=1, stop="d")
+
+    async def collect() -> list[RequestOutput]:
+        async with AsyncLLM(folder, **CPU, depth=depth) as llm:
+            return [output async for output in llm.generate("Lxa", params)]
+
+    snapshots = asyncio.run(collect())
+    with LLM(folder, **CPU, depth=depth) as llm:
+        [whole] = llm.generate("Lxa", params)
+    for output in snapshots:
+        for choice in output.outputs:
+            assert choice.logprobs is not None
+            assert [next(iter(place)) for place in choice.logprobs] == choice.token_ids
+    last = snapshots[-1]
+    assert last.prompt_logprobs == whole.prompt_logprobs
+    assert last.prompt_logprobs is not None
+    assert last.prompt_logprobs[1] is not None
+    for streamed, blocking in zip(last.outputs, whole.outputs, strict=True):
+        assert streamed.token_ids == [*b"bcd"], "what came behind the stop string leaves no log-prob"
+        assert streamed.logprobs == blocking.logprobs
+        assert streamed.cumulative_logprob == blocking.cumulative_logprob
 
 
 def test_choices_share_the_log_probs_of_their_prompt(llm: LLM) -> None:

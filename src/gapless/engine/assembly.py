@@ -250,20 +250,19 @@ def _make_step(
     max_blocks: int,
     processor: LogitsProcessor | None,
 ) -> DeviceStep:
-    device = runner.model.device
+    device, vocab_size = runner.model.device, runner.vocab_size
+    wide = WideState(
+        num_rows=limits.wide.max_rows,
+        vocab_size=vocab_size,
+        device=device,
+        penalty_kernel=_penalty_kernel(device),
+    )
+    sampler = Sampler(max_rows=config.max_rows, device=device, wide=wide, draw=_draw(device))
+    if device.type == "cuda":
+        sampler.warm_up(vocab_size)
     return DeviceStep(
         model=runner,
-        sampler=Sampler(
-            max_rows=config.max_rows,
-            device=device,
-            wide=WideState(
-                num_rows=limits.wide.max_rows,
-                vocab_size=runner.model.spec.vocab_size,
-                device=device,
-                penalty_kernel=_penalty_kernel(device),
-            ),
-            draw=_draw(device),
-        ),
+        sampler=sampler,
         max_rows=config.max_rows,
         max_blocks_per_row=max_blocks,
         block_size=config.block_size,

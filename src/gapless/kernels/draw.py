@@ -192,6 +192,9 @@ def _draw_kernel(
         least_kept, _hi, count_kept, _mass = _search(
             row, vocab_size, most, temperature, least, temperature * 1e-3, count, want_count, want_mass, CAP, BLOCK
         )
+    src = row
+    stored = vocab_size
+    copied = 0
     if limited & (count_kept <= CAP):
         stored = 0
         for start in range(0, vocab_size, BLOCK):
@@ -204,16 +207,15 @@ def _draw_kernel(
             stored += tl.sum(kept.to(tl.int32), 0)
         # Other threads of this program read what these wrote.
         tl.debug_barrier()
+        src = values + i * CAP
         stored = tl.minimum(stored, CAP)
-        found = _place_of_draw(
-            values + i * CAP, stored, most, temperature, least_kept, stored, whole, top_k, top_p, min_p, number, BLOCK
-        )
-        tl.store(tokens + i, tl.load(ids + i * CAP + found).to(tl.int64))
-    else:
-        found = _place_of_draw(
-            row, vocab_size, most, temperature, least, count, whole, top_k, top_p, min_p, number, BLOCK
-        )
-        tl.store(tokens + i, found.to(tl.int64))
+        copied = 1
+        least = least_kept
+        count = stored
+    found = _place_of_draw(src, stored, most, temperature, least, count, whole, top_k, top_p, min_p, number, BLOCK)
+    if copied == 1:
+        found = tl.load(ids + i * CAP + found)
+    tl.store(tokens + i, found.to(tl.int64))
 
 
 def draw_tokens_triton(

@@ -71,7 +71,7 @@ class BadWordTable:
         before, last = words[..., :-1], words[..., -1]
         fits = ((before == recent[:, None]) | (before == ANY_TOKEN)).all(dim=-1) & (last >= 0)
         # Adding zero or -inf gives the same whatever the order in which equal places are added to.
-        change = torch.where(fits, -torch.inf, 0.0)
+        change = torch.zeros_like(fits, dtype=logits.dtype).masked_fill_(fits, -torch.inf)
         places = which.samples[:, None] * logits.shape[1] + last.clamp(min=0)
         logits.view(-1).index_add_(0, places.view(-1), change.view(-1))
 

@@ -96,6 +96,21 @@ class Sampler:
         self._min_p = torch.zeros(size, dtype=torch.float32, device=device)
         self._seed = torch.zeros(size, dtype=torch.int64, device=device)
 
+    def warm_up(self, vocab_size: int) -> None:
+        """Draw once from nothing, so that the kernel for it is compiled before anybody waits."""
+        device = self._seed.device
+        self._draw_tokens(
+            torch.zeros((1, vocab_size), device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(1, device=device),
+            self._temperature[:1],
+            self._top_k[:1],
+            self._top_p[:1],
+            self._min_p[:1],
+            torch.zeros(1, dtype=torch.float64, device=device),
+            needs_filter=True,
+        )
+
     def set_rows(self, params: RowParams) -> None:
         """Give rows to new requests."""
         self._temperature.index_copy_(0, params.rows, params.temperature)
@@ -115,7 +130,7 @@ class Sampler:
         raw = None if inputs.rated is None else logits.index_select(0, inputs.rated)
         full = None if inputs.full is None else all_logprobs(logits.index_select(0, inputs.full))
         if inputs.process is not None:
-            logits = inputs.process(logits)
+            logits = inputs.process(logits).contiguous()
         if inputs.wide is not None:
             assert self._wide is not None
             self._wide.apply(logits, inputs.wide)

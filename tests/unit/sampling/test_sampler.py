@@ -194,3 +194,12 @@ def test_a_row_keeps_its_parameters_until_the_next_owner() -> None:
         )
     )
     assert case.draws(100) == _Case(_params(1.0)).draws(100)
+
+
+def test_warm_up_changes_nothing() -> None:
+    sampler = Sampler(max_rows=2, device=torch.device("cpu"))
+    before = {name: value.clone() for name, value in vars(sampler).items() if isinstance(value, torch.Tensor)}
+
+    sampler.warm_up(50)
+
+    assert all(torch.equal(value, getattr(sampler, name)) for name, value in before.items())
