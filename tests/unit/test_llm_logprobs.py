@@ -153,8 +153,9 @@ def test_c26_only_who_asks_gets_them_and_each_as_many(folder: Path, depth: int) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_c18_log_probs_are_finite_at_tiny_temperatures(folder: Path, dtype: Any) -> None:
-    with LLM(folder, **CPU, dtype=dtype) as llm:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c18_log_probs_are_finite_at_tiny_temperatures(folder: Path, dtype: Any, depth: int) -> None:
+    with LLM(folder, **CPU, depth=depth, dtype=dtype) as llm:
         for temperature in (0, 1e-6, 1e-5, 1e-4):
             [output] = llm.generate("L", SamplingParams(temperature=temperature, max_tokens=1, logprobs=3))
             [place] = rated(output)
@@ -200,11 +201,14 @@ def test_c26_as_transformers_across_preemption(hist: tuple[Path, PreTrainedModel
 
 
 @pytest.mark.parametrize("chunk_size", [None, 7])
-def test_c12_a_cached_prompt_gives_the_same(hist: tuple[Path, PreTrainedModel], chunk_size: int | None) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c12_a_cached_prompt_gives_the_same(
+    hist: tuple[Path, PreTrainedModel], chunk_size: int | None, depth: int
+) -> None:
     folder, model = hist
     [prompt] = random_prompts([40])
     params = replace(ONE, prompt_logprobs=2)
-    with LLM(folder, device="cpu", num_blocks=32, block_size=16, chunk_size=chunk_size) as llm:
+    with LLM(folder, device="cpu", depth=depth, num_blocks=32, block_size=16, chunk_size=chunk_size) as llm:
         [cold] = llm.generate([prompt], params)
         [plain] = llm.generate([prompt], ONE)
         [warm] = llm.generate([prompt], params)
@@ -217,9 +221,10 @@ def test_c12_a_cached_prompt_gives_the_same(hist: tuple[Path, PreTrainedModel], 
         check_places(after, prompt[1:], reference(model, prompt), 2)
 
 
-def test_c12_what_is_aborted_leaves_nothing(hist: tuple[Path, PreTrainedModel]) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c12_what_is_aborted_leaves_nothing(hist: tuple[Path, PreTrainedModel], depth: int) -> None:
     folder, _ = hist
-    with LLM(folder, device="cpu", num_blocks=128, block_size=4, chunk_size=2) as llm:
+    with LLM(folder, device="cpu", depth=depth, num_blocks=128, block_size=4, chunk_size=2) as llm:
         engine = llm._engine
         made: list[weakref.ref[Any]] = []
         applier = engine._applier
@@ -266,11 +271,14 @@ def test_c28_scoring_a_prompt_without_sampling(folder: Path, depth: int) -> None
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 16])
-def test_c28_forty_tokens_as_transformers(hist: tuple[Path, PreTrainedModel], chunk_size: int | None) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c28_forty_tokens_as_transformers(
+    hist: tuple[Path, PreTrainedModel], chunk_size: int | None, depth: int
+) -> None:
     folder, model = hist
     prompts = random_prompts([40, 40, 2, 1])
     params = SamplingParams(max_tokens=0, prompt_logprobs=20)
-    with LLM(folder, device="cpu", num_blocks=64, chunk_size=chunk_size, token_budget=50) as llm:
+    with LLM(folder, device="cpu", depth=depth, num_blocks=64, chunk_size=chunk_size, token_budget=50) as llm:
         for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
             assert output.prompt_logprobs is not None
             assert len(output.prompt_logprobs) == len(prompt)

@@ -95,8 +95,9 @@ def test_c14_non_finite_logits_fail_one_request_only(folder: Path, temperature: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_c18_tiny_temperatures_are_greedy(folder: Path, dtype: Any) -> None:
-    with LLM(folder, **CPU, dtype=dtype) as llm:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c18_tiny_temperatures_are_greedy(folder: Path, dtype: Any, depth: int) -> None:
+    with LLM(folder, **CPU, depth=depth, dtype=dtype) as llm:
         for temperature in (0, 1e-6, 1e-5, 1e-4):
             params = SamplingParams(temperature=temperature, max_tokens=1)
             assert set(texts(llm, ["L"] * 50, params)) == {"x"}
@@ -198,7 +199,8 @@ EOS_FORMS: dict[str, Any] = {"list": [BYTE_EOS, BYTE_IM_END], "int": BYTE_IM_END
 
 @pytest.mark.parametrize("form", EOS_FORMS)
 @pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
-def test_c37_every_eos_ends(tmp_path: Path, form: str, where: str) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c37_every_eos_ends(tmp_path: Path, form: str, where: str, depth: int) -> None:
     table_checkpoint(tmp_path, chain("A", BYTE_EOS, "q"), chain("B", BYTE_IM_END, "q"), rows(q={"q": 5.0}))
     for name in ("generation_config.json", "config.json"):
         content = json.loads((tmp_path / name).read_text())
@@ -206,7 +208,7 @@ def test_c37_every_eos_ends(tmp_path: Path, form: str, where: str) -> None:
         if name == where and EOS_FORMS[form] is not ...:
             content["eos_token_id"] = EOS_FORMS[form]
         (tmp_path / name).write_text(json.dumps(content))
-    with LLM(tmp_path, **CPU) as llm:
+    with LLM(tmp_path, **CPU, depth=depth) as llm:
         ends = {*[BYTE_EOS], *([BYTE_IM_END] if form in {"list", "int"} else [])}
         assert llm.eos_token_ids == ends, "the tokenizer's is always one of them"
         for prompt, token in (("A", BYTE_EOS), ("B", BYTE_IM_END)):
@@ -216,23 +218,25 @@ def test_c37_every_eos_ends(tmp_path: Path, form: str, where: str) -> None:
             assert output.outputs[0].token_ids == ([token] if ended else [token, *b"qqq"])
 
 
-def test_c37_without_any_eos_it_runs_to_the_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c37_without_any_eos_it_runs_to_the_limit(tmp_path: Path, depth: int) -> None:
     table_checkpoint(tmp_path, chain("A", BYTE_EOS, "q"), rows(q={"q": 5.0}), eos_token_id=None)
     content = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del content["eos_token"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
     (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
-    with LLM(tmp_path, **CPU) as llm:
+    with LLM(tmp_path, **CPU, depth=depth) as llm:
         assert llm.eos_token_ids == frozenset()
         [output] = llm.generate("A", replace(GREEDY, max_tokens=4))
     assert output.outputs[0].token_ids == [BYTE_EOS, *b"qqq"]
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_c37_min_tokens_holds_back_every_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c37_min_tokens_holds_back_every_end(tmp_path: Path, depth: int) -> None:
     ends = {BYTE_EOS: 9.0, BYTE_IM_END: 8.0, ord("s"): 7.0, ord("E"): 5.0}
     table_checkpoint(tmp_path, {ord("E"): ends}, eos_token_id=[BYTE_EOS, BYTE_IM_END])
-    with LLM(tmp_path, **CPU) as llm:
+    with LLM(tmp_path, **CPU, depth=depth) as llm:
         [output] = llm.generate("E", replace(GREEDY, min_tokens=5, stop_token_ids=[ord("s")]))
     assert output.outputs[0].token_ids == [*b"EEEEE", BYTE_EOS]
     with pytest.raises(ValueError, match="min_tokens=3 must not be above max_tokens=2"):
@@ -240,11 +244,12 @@ def test_c37_min_tokens_holds_back_every_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_c34_the_token_that_ends_has_no_text_but_keeps_its_id(tmp_path: Path, skip: bool) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c34_the_token_that_ends_has_no_text_but_keeps_its_id(tmp_path: Path, skip: bool, depth: int) -> None:
     table_checkpoint(tmp_path, chain("A", "h", BYTE_IM_END, "i", BYTE_EOS, "m", "m"))
     shown = SamplingParams(temperature=0, max_tokens=8, skip_special_tokens=skip)
     mark, end = ("", "") if skip else ("<|im_end|>", "</s>")
-    with LLM(tmp_path, **CPU) as llm:
+    with LLM(tmp_path, **CPU, depth=depth) as llm:
         [eos] = llm.generate("A", shown)
         assert eos.outputs[0].text == f"h{mark}i"
         assert eos.outputs[0].token_ids[-1] == BYTE_EOS

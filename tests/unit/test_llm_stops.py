@@ -149,10 +149,10 @@ def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
         yield made
 
 
-def last_output(folder: Path, prompt: str, params: SamplingParams) -> RequestOutput:
+def last_output(folder: Path, prompt: str, params: SamplingParams, *, depth: int = 2) -> RequestOutput:
     async def main() -> RequestOutput:
         shown = ""
-        async with AsyncLLM(folder, **CPU) as llm:
+        async with AsyncLLM(folder, **CPU, depth=depth) as llm:
             async for output in llm.generate(prompt, params):
                 assert output.outputs[0].text.startswith(shown)
                 shown = output.outputs[0].text
@@ -202,7 +202,10 @@ def test_c07_a_stop_string_costs_at_most_the_steps_in_flight(llm: LLM) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("how", ["text", "id", "eos"])
-def test_c34_an_end_by_a_special_token(folder: Path, tmp_path: Path, how: str, skip: bool, streams: bool) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c34_an_end_by_a_special_token(
+    folder: Path, tmp_path: Path, how: str, skip: bool, streams: bool, depth: int
+) -> None:
     params = replace(GREEDY, skip_special_tokens=skip, max_tokens=12)
     reason: str | int | None = None
     if how == "text":
@@ -212,9 +215,9 @@ def test_c34_an_end_by_a_special_token(folder: Path, tmp_path: Path, how: str, s
     else:
         folder = table_checkpoint(tmp_path, chain("A", *"hi", BYTE_IM_END, "m", "m"), eos_token_id=BYTE_IM_END)
     if streams:
-        output = last_output(folder, "A", params)
+        output = last_output(folder, "A", params, depth=depth)
     else:
-        with LLM(folder, **CPU) as llm:
+        with LLM(folder, **CPU, depth=depth) as llm:
             [output] = llm.generate("A", params)
     [completion] = output.outputs
     assert completion.text == "hi"
