@@ -306,7 +306,8 @@ def test_c31_a_slow_consumer_misses_nothing(llm: AsyncLLM) -> None:
     run(everything())
 
 
-def test_c31_c33_streams_are_the_tokenizers_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_c31_c33_streams_are_the_tokenizers_text(tmp_path: Path, depth: int) -> None:
     size = -(-len(spm_vocabulary()) // 8) * 8
     script = [spm_id("a"), spm_id("▁"), spm_id("▁cup"), spm_id("▁s"), *(3 + byte for byte in "€".encode()), spm_id("b")]
     table = torch.full((size, size), NEVER)
@@ -316,7 +317,7 @@ def test_c31_c33_streams_are_the_tokenizers_text(tmp_path: Path) -> None:
     save_spm_tokenizer(tmp_path)
 
     async def everything() -> None:
-        async with AsyncLLM(tmp_path, **CPU) as llm:
+        async with AsyncLLM(tmp_path, **CPU, depth=depth) as llm:
             outputs = await collect(llm.generate([script[0]], GREEDY))
             assert outputs[-1].outputs[0].text == " cup s€b"
             assert all("\ufffd" not in output.outputs[0].text for output in outputs)
