@@ -23,7 +23,7 @@ from gapless.sampling_params import SamplingParams
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second of the best plain read: the sum of 4 GiB by the device's clock (256 MiB by the host's on a CPU)."""
+    """Bytes a second of the best plain read: the sum of 4 GiB (256 MiB on a CPU)."""
     data = torch.ones(1 << (30 if device.type == "cuda" else 26), dtype=torch.float32, device=device)
     times = []
     for _ in range(10):
