@@ -208,10 +208,11 @@ def test_chat_through_a_pipe() -> None:
 
 
 def test_chat_goes_on_after_a_message_that_is_too_long() -> None:
-    result = call("chat", *TINY, *SHORT, given="x" * 600 + "\nhi\n")
+    result = call("chat", *TINY, *SHORT, "--temperature", "0", given="x" * 600 + "\nhi\n")
     assert result.exit_code == 0
     assert "shorten it" in result.stderr
-    assert len(result.stdout.splitlines()) == 1
+    alone = call("chat", *TINY, *SHORT, "--temperature", "0", given="hi\n")
+    assert result.stdout == alone.stdout != "", "the second message is answered, and nothing of the first is left"
 
 
 def test_chat_forgets_the_oldest_and_says_so() -> None:
