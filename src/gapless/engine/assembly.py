@@ -9,20 +9,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gapless.config import EngineConfig
 from gapless.engine.admission import MAX_ENDING_TOKENS, AdmissionLimits
 from gapless.engine.block_pool import BlockPool
+from gapless.engine.device_kernels import DeviceKernels, device_kernels
 from gapless.engine.engine import Engine, OutputSink
 from gapless.engine.memory import plan_kv_cache
 from gapless.engine.prefix_cache import PrefixCache
 from gapless.engine.scheduler import Scheduler, SchedulerLimits
 from gapless.errors import ConfigError
-from gapless.layers.attention import AttentionBackend, TorchAttention
-from gapless.layers.ops import LayerOps, TorchOps
 from gapless.model.kv_cache import KVCache
 from gapless.model.loading import LoadedModel, Progress, load_model
 from gapless.model.runner import ModelRunner
@@ -37,13 +35,11 @@ from gapless.pipeline.streams.cpu import CpuQueues, Delays
 from gapless.pipeline.streams.cuda import CudaQueues
 from gapless.pipeline.streams.protocol import Queues
 from gapless.pipeline.wide_rows import WideLimits
-from gapless.sampling.drawing import Draw, draw_tokens
 from gapless.sampling.logits_hook import LogitsProcessor
-from gapless.sampling.penalties import PenaltyKernel, apply_penalties
 from gapless.sampling.sampler import Sampler
 from gapless.sampling.wide_state import WideState
 
-__all__ = ["BuiltEngine", "build_engine", "resolve_device"]
+__all__ = ["BuiltEngine", "build_engine", "make_device_step", "resolve_device"]
 
 _log = logging.getLogger("gapless")
 
@@ -107,14 +103,17 @@ def build_engine(
     """
     began_s = time.perf_counter()
     device = resolve_device(config.device)
-    loaded = _load(model, config, device, progress)
+    kernels = device_kernels(device)
+    loaded = _load(model, config, device, kernels, progress)
     kv = _make_cache(config, loaded)
     max_model_len = min(config.max_model_len or loaded.config_max_model_len, kv.num_blocks * config.block_size)
     _log.info("max_model_len: %d (the model allows %d)", max_model_len, loaded.config_max_model_len)
     max_blocks = -(-max_model_len // config.block_size)
     limits = _buffer_limits(config, max_model_len=max_model_len, vocab_size=loaded.spec.vocab_size)
     queues: Queues = CpuQueues(delays) if device.type == "cpu" else CudaQueues(device)
-    step = _make_step(config, ModelRunner(loaded.model, kv), limits, max_blocks=max_blocks, processor=logits_processor)
+    step = make_device_step(
+        config, ModelRunner(loaded.model, kv), limits, kernels, max_blocks=max_blocks, processor=logits_processor
+    )
     executor = _executor_of(step, config, device)
     ring = Ring(queues=queues, depth=config.depth, limits=limits, device_step=executor)
     engine = Engine(
@@ -140,15 +139,21 @@ def build_engine(
     )
 
 
-def _load(model: str | Path, config: EngineConfig, device: torch.device, progress: Progress | None) -> LoadedModel:
+def _load(
+    model: str | Path,
+    config: EngineConfig,
+    device: torch.device,
+    kernels: DeviceKernels,
+    progress: Progress | None,
+) -> LoadedModel:
     return load_model(
         model,
         load_format=config.load_format,
         dtype=config.dtype,
         device=device,
         max_model_len=config.max_model_len,
-        attention=_attention(device),
-        ops=_ops(device),
+        attention=kernels.attention,
+        ops=kernels.ops,
         seed=config.seed,
         progress=progress,
     )
@@ -177,39 +182,6 @@ def _admission_limits(config: EngineConfig, loaded: LoadedModel, kv: KVCache, ma
         kv_capacity=kv.num_blocks * config.block_size,
         max_waiting=config.max_waiting,
     )
-
-
-def _attention(device: torch.device) -> AttentionBackend[Any]:
-    if device.type == "cpu":
-        return TorchAttention()
-    # Imported where it is used: a CPU machine need not have Triton.
-    from gapless.kernels.paged_attention import TritonAttention
-
-    return TritonAttention.for_device(device)
-
-
-def _ops(device: torch.device) -> LayerOps:
-    if device.type == "cpu":
-        return TorchOps()
-    from gapless.kernels.layer_ops import TritonOps
-
-    return TritonOps()
-
-
-def _draw(device: torch.device) -> Draw:
-    if device.type == "cpu":
-        return draw_tokens
-    from gapless.kernels.draw import draw_tokens_triton
-
-    return draw_tokens_triton
-
-
-def _penalty_kernel(device: torch.device) -> PenaltyKernel:
-    if device.type == "cpu":
-        return apply_penalties
-    from gapless.kernels.penalties import apply_penalties_triton
-
-    return apply_penalties_triton
 
 
 def _buffer_limits(config: EngineConfig, *, max_model_len: int, vocab_size: int) -> BufferLimits:
@@ -242,22 +214,24 @@ def _make_scheduler(config: EngineConfig, num_blocks: int, device: torch.device,
     return Scheduler(limits, BlockPool(num_blocks, PrefixCache()))
 
 
-def _make_step(
+def make_device_step(
     config: EngineConfig,
     runner: ModelRunner,
     limits: BufferLimits,
+    kernels: DeviceKernels,
     *,
     max_blocks: int,
     processor: LogitsProcessor | None,
 ) -> DeviceStep:
+    """Device state by row, and the work of a step over ``runner``'s cache."""
     device, vocab_size = runner.model.device, runner.vocab_size
     wide = WideState(
         num_rows=limits.wide.max_rows,
         vocab_size=vocab_size,
         device=device,
-        penalty_kernel=_penalty_kernel(device),
+        penalty_kernel=kernels.penalties,
     )
-    sampler = Sampler(max_rows=config.max_rows, device=device, wide=wide, draw=_draw(device))
+    sampler = Sampler(max_rows=config.max_rows, device=device, wide=wide, draw=kernels.draw)
     if device.type == "cuda":
         sampler.warm_up(vocab_size)
     return DeviceStep(

@@ -1,0 +1,182 @@
+"""One decode step of a whole model, as the engine runs it: its time, its share of the floor, and its kernels.
+
+    PYTHONPATH=src python benchmarks/kernels/decode_step.py --requests 32 --context 4352 --profile
+
+The idea: the step's batch names contexts of the wanted length over blocks that hold zeros, so that no prompt has to be
+computed first; the device's work is that of a real step, replayed from the same graphs. The floor is the bytes that the
+step must read, weights and K and V, at the read bandwidth measured in the same run. ``--profile`` lists the kernels.
+"""
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from paged_attention import read_bandwidth
+
+from gapless.config import EngineConfig
+from gapless.engine.assembly import make_device_step
+from gapless.engine.device_kernels import device_kernels
+from gapless.model.kv_cache import KVCache
+from gapless.model.loading import load_model
+from gapless.model.runner import ModelRunner
+from gapless.model.spec import kv_shape
+from gapless.pipeline.batch import ScheduledBatch, idle_decode_batch
+from gapless.pipeline.graphs import CudaRecorder, GraphedStep
+from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
+from gapless.pipeline.streams.cuda import CudaQueues
+
+BLOCK_SIZE = 16
+
+
+class Bench:
+    """A model on the device, and steps of any shape over a cache of zeros."""
+
+    def __init__(self, preset: str, *, max_context: int) -> None:
+        self.device = torch.device("cuda", 0)
+        kernels = device_kernels(self.device)
+        loaded = load_model(
+            preset,
+            load_format="dummy",
+            device=self.device,
+            max_model_len=max_context,
+            attention=kernels.attention,
+            ops=kernels.ops,
+        )
+        self.model, self.spec, self.dtype = loaded.model, loaded.spec, loaded.dtype
+        self.shape = kv_shape(self.spec, self.dtype)
+        self.kernels = kernels
+
+    def fits(self, requests: int, context: int) -> bool:
+        """Whether the contexts' K and V fit beside the weights."""
+        needed = requests * -(-context // BLOCK_SIZE) * BLOCK_SIZE * self.shape.bytes_per_token
+        return needed < torch.cuda.mem_get_info()[0] - (6 << 30)
+
+    def floor_s(self, requests: int, context: int, bytes_per_s: float) -> float:
+        """The time in which the step's bytes can be read."""
+        return (self.model.weight_bytes + requests * context * self.shape.bytes_per_token) / bytes_per_s
+
+    @torch.inference_mode()
+    def run(self, requests: int, context: int, *, repeats: int, profile: bool) -> dict[str, Any]:
+        """Time one shape."""
+        blocks = -(-context // BLOCK_SIZE)
+        kv = KVCache(self.shape, num_blocks=requests * blocks, block_size=BLOCK_SIZE, device=self.device)
+        limits = BufferLimits(max_tokens=requests, max_rows=requests, max_changes=1, max_masked=0)
+        step = make_device_step(
+            EngineConfig(max_rows=requests),
+            ModelRunner(self.model, kv),
+            limits,
+            self.kernels,
+            max_blocks=blocks,
+            processor=None,
+        )
+        order = 1 + torch.randperm(requests * blocks, device=self.device, dtype=torch.int32)
+        step.block_tables[:requests] = order.view(requests, blocks)
+        buffers = StepBuffers(CudaQueues(self.device), limits)
+        executor = GraphedStep(step, CudaRecorder(), (requests,))
+        batch = decode_batch(requests, context)
+        layout = buffers.write(batch)
+        buffers.device_in.copy_(buffers.host_in)
+
+        def once() -> None:
+            executor.sample(executor.forward(batch, layout, buffers), batch, layout, buffers)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(4):
+                once()
+            times = []
+            for _ in range(repeats):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                once()
+                end.record()
+                times.append((begin, end))
+            torch.cuda.synchronize()
+            found: dict[str, Any] = {
+                "requests": requests,
+                "context": context,
+                "ms": statistics.median(begin.elapsed_time(end) for begin, end in times),
+            }
+            if profile:
+                found["kernels"] = kernel_times(once)
+        return found
+
+
+def decode_batch(requests: int, context: int) -> ScheduledBatch:
+    """A step in which ``requests`` requests of equal context sample greedily."""
+    idle = idle_decode_batch(requests, reserved_row=requests)
+    rows = np.arange(requests, dtype=np.int32)
+    return replace(
+        idle,
+        positions=np.full(requests, context - 1, dtype=np.int32),
+        seq_lens=np.full(requests, context, dtype=np.int32),
+        carry=rows,
+        token_rows=rows,
+        rows=rows,
+        sample_rows=rows,
+    )
+
+
+def kernel_times(once: Any, runs: int = 4) -> list[dict[str, Any]]:
+    """Kernels of a step by name: how many, and microseconds of each and of all."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(runs):
+            once()
+        torch.cuda.synchronize()
+    spans = defaultdict[str, list[float]](list)
+    events = sorted((e for e in profiler.events() if e.device_time > 0), key=lambda e: e.time_range.start)
+    for event in events:
+        spans[event.name].append(event.device_time)
+    rows = [
+        {
+            "kernel": name[:110],
+            "per_step": len(times) / runs,
+            "median_us": round(statistics.median(times), 2),
+            "step_us": round(sum(times) / runs, 1),
+        }
+        for name, times in spans.items()
+    ]
+    return sorted(rows, key=lambda row: -row["step_us"])
+
+
+def main() -> None:
+    """Time every shape asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="llama-3.1-8b")
+    parser.add_argument("--requests", type=int, nargs="+", default=[32])
+    parser.add_argument("--context", type=int, nargs="+", default=[4352])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a step")
+    parser.add_argument("--json", type=Path, help="where every result is written")
+    options = parser.parse_args()
+    bytes_per_s = read_bandwidth(10)
+    bench = Bench(options.preset, max_context=max(options.context))
+    results = []
+    for context in options.context:
+        for requests in options.requests:
+            torch.cuda.empty_cache()
+            if not bench.fits(requests, context):
+                print(f"{requests} x {context}: does not fit")
+                continue
+            found = bench.run(requests, context, repeats=options.repeats, profile=options.profile)
+            floor_ms = bench.floor_s(requests, context, bytes_per_s) * 1e3
+            found |= {"floor_ms": floor_ms, "share_of_floor": floor_ms / found["ms"]}
+            results.append(found)
+            kernels = found.get("kernels", [])
+            print(json.dumps({k: v for k, v in found.items() if k != "kernels"}), flush=True)
+            for row in kernels:
+                print("   {per_step:6.1f} x {median_us:8.2f} us = {step_us:9.1f} us  {kernel}".format(**row))
+    if options.json:
+        environment = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "read_bytes_s": bytes_per_s}
+        options.json.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
