@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gapless.kernels.dependent_launch import has_dependent_launch
 from gapless.kernels.paged_attention import (
     TileShape,
     TritonAttention,
@@ -94,21 +95,22 @@ def all_cases() -> list[Case]:
 
 def decode_settings(*, quick: bool) -> list[tuple[TileShape, int]]:
     """Tiles, and programs wanted on each multiprocessor; the default first."""
-    default = (default_decode_tile(HEAD_DIM, DTYPE), 2)
+    shared = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    default = (default_decode_tile(HEAD_DIM, DTYPE, shared_memory_bytes=shared), 1)
     if quick:
         return [default]
-    shapes = [(64, 4, 5), (64, 4, 3), (64, 4, 7), (64, 8, 5), (128, 4, 3), (128, 8, 5), (32, 4, 5), (32, 2, 7)]
+    shapes = [(64, 4, 5), (64, 4, 3), (64, 8, 5), (128, 4, 3), (128, 8, 3), (128, 8, 5), (256, 8, 2), (32, 2, 7)]
     tiles = [TileShape(rows=16, keys=k, num_warps=w, num_stages=s) for k, w, s in shapes]
     every = [(tile, programs) for tile in tiles for programs in (1, 2, 3, 4)]
     return [default, *(setting for setting in every if setting != default)]
 
 
 def prefill_settings(*, quick: bool) -> list[tuple[TileShape, int]]:
-    default = (default_prefill_tile(HEAD_DIM, DTYPE), 2)
+    default = (default_prefill_tile(HEAD_DIM, DTYPE), 1)
     if quick:
         return [default]
     shapes = [(128, 64, 8, 5), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 5), (128, 128, 8, 3), (64, 128, 4, 3)]
-    every = [(TileShape(rows=r, keys=k, num_warps=w, num_stages=s), 2) for r, k, w, s in shapes]
+    every = [(TileShape(rows=r, keys=k, num_warps=w, num_stages=s), 1) for r, k, w, s in shapes]
     return [default, *(setting for setting in every if setting != default)]
 
 
@@ -203,6 +205,7 @@ def time_setting(
         decode_tile=tile if case.is_decode else None,
         prefill_tile=None if case.is_decode else tile,
         programs_per_multiprocessor=programs,
+        dependent_launch=has_dependent_launch(torch.device("cuda")),
     )
     out = torch.empty((problem.q.shape[0], NUM_HEADS * HEAD_DIM), dtype=DTYPE, device="cuda")
 

@@ -236,7 +236,7 @@ def test_logits_and_tokens_of_a_replay_are_those_of_a_launch(size: int, window: 
                 logits = executor.forward(batch, layout, buffers)
                 kept.append(logits[:size].clone())
                 executor.sample(logits, batch, layout, buffers)
-                kept.append(buffers.output_views(len(batch.rows)).tokens[:size].clone())
+                kept.append(buffers.output_view(len(batch.rows))[:size].clone())
             stream.synchronize()  # the host input is written again
         if graphs:
             assert isinstance(executor, GraphedStep)

@@ -9,7 +9,14 @@ counts it knows, so that nothing here waits for the device and everything can be
 - ``attend_tiles``: the attention kernel itself, for prefill, chunked prefill and decode.
 - ``draw``: temperature, filters and the draw of a token, without sorting the vocabulary.
 - ``penalties``: repetition, frequency and presence penalty in one pass over the logits.
-- ``layer_ops``: the work between matrix products: residual and norm, rotation and cache write, the gate.
+- ``step_edges``: what stands before and after the model in a step, and the largest logit.
+- ``layer_ops``: :class:`~gapless.kernels.layer_ops.TritonOps`, a layer's operations, out of the next four and the
+  library's products.
+- ``elementwise``: the work between matrix products: residual and norm, rotation and cache write, the gate.
+- ``skinny``: matrix products of few tokens, bound by reading the weights.
+- ``fused_products``: such products that do the residual add, the next norm or the gate as well.
+- ``tuned_table``: which products these kernels do, and with which tiles: data, measured on each device (``tuned/``).
+- ``dependent_launch``: a kernel is made ready while the one before it still runs.
 
 Importing these modules imports Triton, so only code that runs on a CUDA device does so. Set ``TRITON_INTERPRET=1``
 before Triton is imported to run the kernels on a CPU, in fp32 only.

@@ -1,177 +1,125 @@
-# Kernel bodies are Triton's language, not typed Python: only these three checks are off.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The work between a layer's matrix products, one launch each: :class:`TritonOps`.
+"""A decoder layer's operations on CUDA: :class:`TritonOps`.
 
-The idea: in a decode step of some tens of tokens, every launch costs more than the bytes it moves, so residual add
-and norm are one kernel, QK-norm, rotation and the cache write another, and the gate a third. Sums are fp32; a row is
-reduced by one program in a fixed order, so equal rows give equal bits. Reference: :class:`gapless.layers.ops.TorchOps`.
-No state; runs on the compute stream.
+The idea: a step of few tokens reads every weight once and would spend a tenth of its time between kernels, so its
+products do the work around them as well (``fused_products``), where a tuned tile exists and the dtype is bf16: the cut
+norm's intermediate is as wide as the residual stream, which fp16 cannot hold. Everything else is done by the library's
+products and ``elementwise`` kernels. Which kernel runs depends on shapes alone, so equal steps run equal kernels.
+Reference: :class:`gapless.layers.ops.TorchOps`.
+
+Owns the count of arrived programs, zero between kernels. Used on the compute stream.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from gapless.kernels.dependent_launch import has_dependent_launch
+from gapless.kernels.elementwise import add_rms_norm, rotate_and_write, silu_and_mul
+from gapless.kernels.fused_products import MAX_ARRIVALS, fused_gate, fused_residual
+from gapless.kernels.skinny import SkinnyTile, skinny_product
+from gapless.kernels.tuned_table import ProductKind, TunedTable
+from gapless.layers.linear import Linear
+from gapless.layers.ops import Residual, picked
 from gapless.layers.rope import Rotation
 
 __all__ = ["TritonOps"]
 
-_GATE_BLOCK = 1024
-
-
-@triton.jit
-def _add_rms_norm_kernel(
-    hidden, delta, weight, out, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_DELTA: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64) * SIZE
-    c = tl.arange(0, PADDED)
-    inside = c < SIZE
-    x = tl.load(hidden + row + c, mask=inside, other=0.0)
-    if HAS_DELTA:
-        x = (x.to(tl.float32) + tl.load(delta + row + c, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
-        tl.store(hidden + row + c, x, mask=inside)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row + c, (wide * scale * w).to(x.dtype), mask=inside)
-
-
-@triton.jit
-def _rotate_and_write_kernel(
-    qkv,
-    qk_norm,
-    cos,
-    sin,
-    q,
-    keys,
-    values,
-    slots,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
-    # One program a token and head; a head is handled as its two halves, which rotation pairs.
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    DIM: tl.constexpr = 2 * HALF
-    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
-    d = tl.arange(0, PADDED_HALF)
-    inside = d < HALF
-    source = qkv + token * WIDTH + head * DIM + d
-    low = tl.load(source, mask=inside, other=0.0)
-    high = tl.load(source + HALF, mask=inside, other=0.0)
-    if head < NUM_HEADS + NUM_KV_HEADS:
-        a = low.to(tl.float32)
-        b = high.to(tl.float32)
-        if HAS_NORM:
-            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / DIM + eps)
-            # Rounded as the reference rounds: after the scale, and after the weight.
-            wa = tl.load(qk_norm + head * DIM + d, mask=inside, other=0.0).to(tl.float32)
-            wb = tl.load(qk_norm + head * DIM + HALF + d, mask=inside, other=0.0).to(tl.float32)
-            a = ((a * scale).to(low.dtype).to(tl.float32) * wa).to(low.dtype).to(tl.float32)
-            b = ((b * scale).to(low.dtype).to(tl.float32) * wb).to(low.dtype).to(tl.float32)
-        # The table's sine is negated in its first half.
-        c = tl.load(cos + token * DIM + d, mask=inside, other=0.0)
-        s = tl.load(sin + token * DIM + HALF + d, mask=inside, other=0.0)
-        low = (a * c - b * s).to(low.dtype)
-        high = (b * c + a * s).to(high.dtype)
-    if head < NUM_HEADS:
-        target = q + (token * NUM_HEADS + head) * DIM + d
-    else:
-        slot = tl.load(slots + token) * (NUM_KV_HEADS * DIM)
-        if head < NUM_HEADS + NUM_KV_HEADS:
-            target = keys + slot + (head - NUM_HEADS) * DIM + d
-        else:
-            target = values + slot + (head - NUM_HEADS - NUM_KV_HEADS) * DIM + d
-    tl.store(target, low, mask=inside)
-    tl.store(target + HALF, high, mask=inside)
-
-
-@triton.jit
-def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < SIZE
-    gate = tl.load(gate_up + token * 2 * SIZE + c, mask=inside, other=0.0)
-    up = tl.load(gate_up + token * 2 * SIZE + SIZE + c, mask=inside, other=0.0)
-    g = gate.to(tl.float32)
-    # Rounded between the two products, as the reference is.
-    silu = (g / (1.0 + tl.exp(-g))).to(gate.dtype)
-    tl.store(out + token * SIZE + c, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
-
 
 class TritonOps:
-    """:class:`gapless.layers.ops.LayerOps` for CUDA devices."""
+    """:class:`gapless.layers.ops.LayerOps` for CUDA devices.
 
-    def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See :meth:`gapless.layers.ops.LayerOps.add_rms_norm`."""
-        assert hidden.is_contiguous()
-        assert delta is None or delta.is_contiguous()
-        num_tokens, size = hidden.shape
-        out = torch.empty_like(hidden)
-        if num_tokens == 0:
-            return out
-        padded = triton.next_power_of_2(size)
-        _add_rms_norm_kernel[(num_tokens,)](
-            hidden,
-            hidden if delta is None else delta,
-            weight,
-            out,
-            eps,
-            SIZE=size,
-            PADDED=padded,
-            HAS_DELTA=delta is not None,
-            num_warps=min(max(padded // 512, 1), 16),
-        )
-        return out
+    Args:
+        device: where the model lives.
+        table: products that kernels of ours do; all others are the library's.
+        dependent_launch: launch kernels early, see :mod:`gapless.kernels.dependent_launch`.
+    """
 
-    def rotate_and_write(
+    def __init__(
+        self, device: torch.device, *, table: TunedTable | None = None, dependent_launch: bool = False
+    ) -> None:
+        self._table = table or TunedTable()
+        self._dependent = dependent_launch
+        self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> "TritonOps":
+        """With what was tuned for a CUDA device."""
+        table = TunedTable.for_device(torch.cuda.get_device_name(device))
+        return cls(device, table=table, dependent_launch=has_dependent_launch(device))
+
+    def project_heads(
         self,
-        qkv: Tensor,
-        qk_norm: Tensor | None,
+        residual: Residual,
+        norm: Tensor,
         eps: float,
+        qkv: Linear,
+        qk_norm: Tensor | None,
         rotation: Rotation,
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
     ) -> Tensor:
-        """See :meth:`gapless.layers.ops.LayerOps.rotate_and_write`."""
-        assert qkv.is_contiguous()
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
-        num_tokens, all_heads, head_dim = qkv.shape
-        num_kv_heads = keys.shape[1]
-        num_heads = all_heads - 2 * num_kv_heads
-        q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-        half = head_dim // 2
-        _rotate_and_write_kernel[(num_tokens, all_heads)](
-            qkv,
-            qkv if qk_norm is None else qk_norm,
-            rotation.cos,
-            rotation.sin,
-            q,
-            keys,
-            values,
-            slots,
-            eps,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HALF=half,
-            PADDED_HALF=triton.next_power_of_2(half),
-            HAS_NORM=qk_norm is not None,
-            num_warps=1,
+        """See :meth:`gapless.layers.ops.LayerOps.project_heads`."""
+        num_tokens, head_dim = len(residual.hidden), keys.shape[2]
+        rest = (qk_norm, eps, rotation, keys, values, slots)
+        tile = self._tile("heads", qkv, num_tokens)
+        if tile is None:
+            heads = qkv(self._normed(residual, norm, eps)).view(1, num_tokens, -1, head_dim)
+            return rotate_and_write(heads, *rest, dependent=self._dependent)
+        x, squares = self._norm_input(residual, norm, eps)
+        product = torch.empty((tile.splits, num_tokens, qkv.shape[0]), dtype=torch.float32, device=x.device)
+        skinny_product(x, qkv.weight, product, tile, dependent=self._dependent)
+        return rotate_and_write(
+            product.view(tile.splits, num_tokens, -1, head_dim),
+            *rest,
+            squares=squares,
+            bias=qkv.bias,
+            hidden_size=len(norm),
+            dependent=self._dependent,
         )
-        return q
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See :meth:`gapless.layers.ops.LayerOps.silu_and_mul`."""
-        assert gate_up.is_contiguous()
-        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-        grid = (num_tokens, triton.cdiv(size, _GATE_BLOCK))
-        _silu_and_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=_GATE_BLOCK, num_warps=4)
+    def add_product(self, residual: Residual, x: Tensor, linear: Linear, next_norm: Tensor) -> Residual:
+        """See :meth:`gapless.layers.ops.LayerOps.add_product`."""
+        tile = self._tile("residual", linear, len(x))
+        if tile is None:
+            return Residual(residual.hidden, linear(x))
+        hidden = residual.hidden
+        prepared = fused_residual(
+            x, linear.weight, linear.bias, hidden, next_norm, self._arrivals, tile, dependent=self._dependent
+        )
+        return Residual(hidden, prepared=prepared)
+
+    def gated_product(self, residual: Residual, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+        """See :meth:`gapless.layers.ops.LayerOps.gated_product`."""
+        tile = self._tile("gate", gate_up, len(residual.hidden))
+        if tile is None or gate_up.bias is not None:
+            return silu_and_mul(gate_up(self._normed(residual, norm, eps)), dependent=self._dependent)
+        x, squares = self._norm_input(residual, norm, eps)
+        return fused_gate(x, squares, gate_up.weight, eps, tile, dependent=self._dependent)
+
+    def final_norm(self, residual: Residual, norm: Tensor, eps: float, tokens: Tensor | None) -> Tensor:
+        """See :meth:`gapless.layers.ops.LayerOps.final_norm`."""
+        return self._normed(picked(residual, tokens), norm, eps)
+
+    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
+        """See :meth:`gapless.layers.ops.LayerOps.logits`."""
+        tile = self._tile("logits", head, len(hidden))
+        if tile is None:
+            return head(hidden).float()
+        out = torch.empty((len(hidden), head.shape[0]), dtype=torch.float32, device=hidden.device)
+        skinny_product(hidden, head.weight, out[None], tile, dependent=self._dependent)
         return out
+
+    def _norm_input(self, residual: Residual, norm: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+        """What a fused product reads: the weighted stream and its squares if they were prepared, or the normed one."""
+        if residual.prepared is not None:
+            return residual.prepared.weighted, residual.prepared.squares
+        return self._normed(residual, norm, eps), None
+
+    def _normed(self, residual: Residual, norm: Tensor, eps: float) -> Tensor:
+        return add_rms_norm(residual, norm, eps, dependent=self._dependent)
+
+    def _tile(self, kind: ProductKind, linear: Linear, num_tokens: int) -> SkinnyTile | None:
+        """The tile with which a kernel of ours does a product, or ``None``."""
+        if linear.dtype != torch.bfloat16 or not num_tokens:
+            return None
+        return self._table.find(kind, linear.shape[0], linear.shape[1], num_tokens)

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["ForwardInputs"]
+__all__ = ["ForwardInputs", "TokenInputs"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenInputs:
+    """``input_ids``, ``positions`` and ``slot_mapping`` of a :class:`ForwardInputs`, while it is being made."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
-    """Cosine and signed sine of one step's tokens, fp32, ``[num_tokens, 1, head_dim]``.
+    """Cosine and signed sine of one step's tokens, fp32, ``[num_tokens, 1, head_dim]``, of equal strides.
 
     The first half of ``sin`` is negated, so that rotating is ``x * cos + swap_halves(x) * sin``.
     """
@@ -49,15 +49,18 @@ class Rotation:
 
 
 class RopeTable:
-    """``[num_positions, head_dim]``, fp32: cosines in the first half of a row, sines in the second."""
+    """``[num_positions, 2 * head_dim]``, fp32: a row holds a position's :class:`Rotation`, so one gather makes it."""
 
     def __init__(self, spec: RopeSpec, *, num_positions: int, device: torch.device) -> None:
         inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32)
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(spec.attention_factor)
-        self.table = table.to(device)
+        cos, sin = (
+            angles.cos().mul_(spec.attention_factor).to(device),
+            angles.sin_().mul_(spec.attention_factor).to(device),
+        )
+        self.table = torch.cat((cos, cos, -sin, sin), dim=-1)
 
     def rotation(self, positions: Tensor) -> Rotation:
         """The rotation of ``positions: [num_tokens]``, int64, each below ``num_positions``."""
         cos, sin = self.table.index_select(0, positions)[:, None, :].chunk(2, dim=-1)
-        return Rotation(cos=torch.cat((cos, cos), dim=-1), sin=torch.cat((-sin, sin), dim=-1))
+        return Rotation(cos=cos, sin=sin)

@@ -21,8 +21,8 @@ from torch import Tensor
 from gapless.layers.attention import AttentionBackend
 from gapless.layers.forward_inputs import ForwardInputs
 from gapless.layers.linear import Linear
-from gapless.layers.ops import LayerOps
-from gapless.layers.rope import RopeTable, Rotation
+from gapless.layers.ops import LayerOps, Residual
+from gapless.layers.rope import RopeTable
 from gapless.model.families.weights import LoadReport, WeightSlot, fill_slots
 from gapless.model.kv_cache import KVCache
 from gapless.model.spec import ModelSpec
@@ -92,7 +92,7 @@ class DecoderModel:
         device: where everything lives.
         max_model_len: the longest context in tokens; the RoPE table reaches that far.
         attention: the backend that reads the paged cache.
-        ops: the work between the matrix products.
+        ops: the rest of a layer.
 
     Raises:
         ConfigError: if the model's RoPE does not reach ``max_model_len``.
@@ -145,11 +145,9 @@ class DecoderModel:
         Returns:
             ``[num_samples, vocab_size]``, fp32.
         """
-        hidden, delta = self._run_layers(inputs, kv)
-        # Only the rows that are sampled meet the head: at 128k tokens of vocabulary it is a large part of a step.
-        wanted = hidden.index_select(0, inputs.logits_indices)
-        last = None if delta is None else delta.index_select(0, inputs.logits_indices)
-        return self.logits(self.ops.add_rms_norm(wanted, last, self.final_norm, self.spec.norm_eps))
+        residual = self._run_layers(inputs, kv)
+        # Only the tokens that are sampled meet the head: at 128k tokens of vocabulary it is a large part of a step.
+        return self.logits(self.ops.final_norm(residual, self.final_norm, self.spec.norm_eps, inputs.logits_indices))
 
     def hidden_states(self, inputs: ForwardInputs, kv: KVCache) -> Tensor:
         """Run one step as :meth:`forward` does, for callers who want logits of other tokens than those that sample.
@@ -157,44 +155,37 @@ class DecoderModel:
         Returns:
             ``[num_tokens, hidden_size]``, what :meth:`logits` reads.
         """
-        hidden, delta = self._run_layers(inputs, kv)
-        return self.ops.add_rms_norm(hidden, delta, self.final_norm, self.spec.norm_eps)
+        residual = self._run_layers(inputs, kv)
+        return self.ops.final_norm(residual, self.final_norm, self.spec.norm_eps, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, vocab_size]``, fp32, of hidden states, ``[n, hidden_size]``."""
-        return self.head(hidden).float()
+        return self.ops.logits(hidden, self.head)
 
-    def _run_layers(self, inputs: ForwardInputs, kv: KVCache) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, ``[num_tokens, hidden_size]``, and what the last layer has yet to add to it."""
+    def _run_layers(self, inputs: ForwardInputs, kv: KVCache) -> Residual:
+        """The residual stream after all layers, ``[num_tokens, hidden_size]``."""
         plan = self.attention.plan(inputs, kv.block_size)
         rotation = self.rope.rotation(inputs.positions)
-        hidden = self.embedding.index_select(0, inputs.input_ids)
-        eps, ops = self.spec.norm_eps, self.ops
-        # What the last block adds to the residual stream; the next norm adds it, so that both are one operation.
-        delta: Tensor | None = None
-        for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
-            x = ops.add_rms_norm(hidden, delta, layer.attention_norm, eps)
-            delta = self._attend(layer, x, inputs.slot_mapping, rotation, keys, values, plan)
-            x = ops.add_rms_norm(hidden, delta, layer.mlp_norm, eps)
-            delta = layer.down(ops.silu_and_mul(layer.gate_up(x)))
-        return hidden, delta
-
-    def _attend(
-        self,
-        layer: DecoderLayer,
-        x: Tensor,
-        slots: Tensor,
-        rotation: Rotation,
-        keys: Tensor,
-        values: Tensor,
-        plan: object,
-    ) -> Tensor:
-        """``[num_tokens, hidden_size]``: what the layer's attention adds to the residual stream."""
-        spec = self.spec
-        qkv = layer.qkv(x).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        q = self.ops.rotate_and_write(qkv, layer.qk_norm, spec.norm_eps, rotation, keys, values, slots)
-        scale = spec.attention_scale
-        return layer.o(self.attention.attend(q, keys, values, plan, scale=scale, window=layer.window))
+        residual = Residual(self.embedding.index_select(0, inputs.input_ids))
+        eps, scale, ops = self.spec.norm_eps, self.spec.attention_scale, self.ops
+        following = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
+        for layer, keys, values, next_norm in zip(self.layers, kv.keys, kv.values, following, strict=True):
+            q = ops.project_heads(
+                residual,
+                layer.attention_norm,
+                eps,
+                layer.qkv,
+                layer.qk_norm,
+                rotation,
+                keys,
+                values,
+                inputs.slot_mapping,
+            )
+            x = self.attention.attend(q, keys, values, plan, scale=scale, window=layer.window)
+            residual = ops.add_product(residual, x, layer.o, layer.mlp_norm)
+            x = ops.gated_product(residual, layer.mlp_norm, eps, layer.gate_up)
+            residual = ops.add_product(residual, x, layer.down, next_norm)
+        return residual
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> LoadReport:
         """Copy a checkpoint's tensors into place; may be called again with other weights.

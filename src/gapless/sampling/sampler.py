@@ -7,6 +7,7 @@ seed and positions alone. Only rows that ask for something pay for it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from gapless.sampling.logprobs import DeviceLogprobs, all_logprobs, token_logpro
 from gapless.sampling.random_numbers import uniform
 from gapless.sampling.wide_state import WideInits, WideSamples, WideState
 
-__all__ = ["RowParams", "SampleInputs", "Sampled", "Sampler"]
+__all__ = ["Largest", "RowParams", "SampleInputs", "Sampled", "Sampler", "largest_logits"]
 
 # Below this a division could leave fp32's normal numbers; the draw is greedy long before.
 _MIN_TEMPERATURE = 1e-30
@@ -66,12 +67,35 @@ class SampleInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """``tokens``: ``[num_samples]``, int64; ``healthy``: ``[num_samples]``, bool; ``*logprobs``: of those who ask."""
+    """What a step sampled.
+
+    Attributes:
+        tokens: ``[num_samples]``, int64.
+        top: ``[num_samples]``, fp32, the largest logits: not finite where the token means nothing.
+        logprobs, full_logprobs: of those who ask.
+    """
 
     tokens: Tensor
-    healthy: Tensor
+    top: Tensor
     logprobs: DeviceLogprobs | None = None
     full_logprobs: Tensor | None = None
+
+    @property
+    def healthy(self) -> Tensor:
+        """``[num_samples]``, bool: whether the logits were finite."""
+        return self.top.isfinite()
+
+
+Largest: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def largest_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest value of each row of ``logits: [n, vocab_size]``, and its first place, int64; NaN for a row with it.
+
+    It is infinite in a row of nothing but ``-inf``, or with ``+inf``: so it is finite in healthy rows alone.
+    """
+    top, tokens = logits.max(dim=-1)
+    return top, tokens
 
 
 class Sampler:
@@ -82,13 +106,21 @@ class Sampler:
         device: where the state lives.
         wide: state of penalties, biases and bad words; without it no request may have any.
         draw: a faster :func:`~gapless.sampling.drawing.draw_tokens`, if there is one.
+        largest: a faster :func:`largest_logits`, if there is one.
     """
 
     def __init__(
-        self, *, max_rows: int, device: torch.device, wide: WideState | None = None, draw: Draw = draw_tokens
+        self,
+        *,
+        max_rows: int,
+        device: torch.device,
+        wide: WideState | None = None,
+        draw: Draw = draw_tokens,
+        largest: Largest = largest_logits,
     ) -> None:
         size = max_rows + 1
         self._draw_tokens = draw
+        self._largest = largest
         self._wide = wide
         self._temperature = torch.ones(size, dtype=torch.float32, device=device)
         self._top_k = torch.zeros(size, dtype=torch.int32, device=device)
@@ -137,8 +169,7 @@ class Sampler:
         if len(inputs.masked_samples):
             mask = logits.new_full((1,), -torch.inf).expand(len(inputs.masked_samples))
             logits.index_put_((inputs.masked_samples, inputs.masked_tokens), mask)
-        # The maximum of a row with NaN is NaN; one of nothing but -inf, or with +inf, is infinite. Neither is healthy.
-        top, tokens = logits.max(dim=-1)
+        top, tokens = self._largest(logits)
         if len(inputs.random_samples):
             drawn = self._draw(logits, top, inputs)
             tokens = tokens.index_copy(0, inputs.random_samples, drawn)
@@ -147,7 +178,7 @@ class Sampler:
         logprobs = None
         if raw is not None and inputs.rated is not None:
             logprobs = token_logprobs(raw, tokens.index_select(0, inputs.rated), inputs.num_top)
-        return Sampled(tokens=tokens, healthy=top.isfinite(), logprobs=logprobs, full_logprobs=full)
+        return Sampled(tokens=tokens, top=top, logprobs=logprobs, full_logprobs=full)
 
     def _draw(self, logits: Tensor, top: Tensor, inputs: SampleInputs) -> Tensor:
         which = inputs.random_samples
