@@ -11,21 +11,28 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import torch
-from transformers import PretrainedConfig
 
 from gapless.errors import CheckpointError, ConfigError
 from gapless.layers.attention import AttentionBackend
 from gapless.layers.ops import LayerOps
 from gapless.model.checkpoint import Checkpoint, LoadFormat, TokenizerSource, open_checkpoint
 from gapless.model.decoder import DecoderModel
-from gapless.model.spec import ModelSpec, spec_from_config
+from gapless.model.spec import ModelSpec
 
 __all__ = ["DTypeName", "LoadStage", "LoadedModel", "NoProgress", "Progress", "load_model", "resolve_dtype"]
 
 logger = logging.getLogger("gapless")
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-LoadStage = Literal["open checkpoint", "allocate model", "read weights", "draw random weights", "load tokenizer"]
+LoadStage = Literal[
+    "open checkpoint",
+    "allocate model",
+    "read weights",
+    "draw random weights",
+    "allocate KV cache",
+    "warm up",
+    "load tokenizer",
+]
 
 _SHOWN_NAMES = 8
 
@@ -59,7 +66,6 @@ class LoadedModel:
     Attributes:
         model: the decoder with its weights on the device.
         spec: its resolved shape and options.
-        config: the configuration the spec was made from.
         generation_config: the raw ``generation_config.json``; empty when there is none.
         eos_token_ids: every token that ends a generation; may be empty.
         tokenizer_source: where the text layer finds the tokenizer.
@@ -70,7 +76,6 @@ class LoadedModel:
 
     model: DecoderModel
     spec: ModelSpec
-    config: PretrainedConfig
     generation_config: dict[str, Any]
     eos_token_ids: frozenset[int]
     tokenizer_source: TokenizerSource
@@ -112,10 +117,10 @@ def load_model(
     _check_dtype_name(dtype)
     progress.stage("open checkpoint")
     checkpoint = open_checkpoint(model, load_format=load_format)
-    spec = spec_from_config(checkpoint.config)
+    spec = checkpoint.spec
     if load_format == "auto":
         _check_sizes(spec, checkpoint)
-    chosen = resolve_dtype(dtype, device=device, trained=_trained_dtype(checkpoint.config))
+    chosen = resolve_dtype(dtype, device=device, trained=checkpoint.trained_dtype)
     length = spec.max_position_embeddings if max_model_len is None else max_model_len
 
     progress.stage("allocate model")
@@ -129,7 +134,6 @@ def load_model(
     return LoadedModel(
         model=decoder,
         spec=spec,
-        config=checkpoint.config,
         generation_config=checkpoint.generation_config,
         eos_token_ids=checkpoint.eos_token_ids,
         tokenizer_source=checkpoint.tokenizer_source,
@@ -167,14 +171,6 @@ def resolve_dtype(name: DTypeName, *, device: torch.device, trained: torch.dtype
 def _check_dtype_name(name: str) -> None:
     if name not in get_args(DTypeName):
         raise ConfigError(f"dtype={name!r} is unknown; use one of {', '.join(get_args(DTypeName))}")
-
-
-def _trained_dtype(config: PretrainedConfig) -> torch.dtype | None:
-    """The configuration's dtype; some versions of transformers keep it as a string."""
-    dtype = getattr(config, "dtype", None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype.removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _check_sizes(spec: ModelSpec, checkpoint: Checkpoint) -> None:

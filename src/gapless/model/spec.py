@@ -5,15 +5,18 @@ an ignored setting gives fluent nonsense and no error. Pure data, made once whil
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PretrainedConfig
 
 from gapless.errors import CheckpointError, ConfigError, UnsupportedModelError
 from gapless.layers.rope import RopeSpec
 from gapless.model.families import FAMILIES, Family
 from gapless.model.families.rope_settings import rope_from_config
 from gapless.model.kv_cache import KVShape
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["ModelSpec", "kv_shape", "spec_from_config"]
 
@@ -68,7 +71,7 @@ class ModelSpec:
             )
 
 
-def spec_from_config(config: PretrainedConfig) -> ModelSpec:
+def spec_from_config(config: "PretrainedConfig") -> ModelSpec:
     """Resolve a config into a :class:`ModelSpec`.
 
     Raises:
@@ -122,7 +125,7 @@ def kv_shape(spec: ModelSpec, dtype: torch.dtype) -> KVShape:
     return KVShape(num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype)
 
 
-def _family(config: PretrainedConfig) -> Family:
+def _family(config: "PretrainedConfig") -> Family:
     """The config's family; one made in code may have no ``architectures``, and then ``model_type`` decides."""
     by_type = {family.model_type: family for family in FAMILIES.values()}
     names = getattr(config, "architectures", None)
@@ -138,7 +141,7 @@ def _family(config: PretrainedConfig) -> Family:
     return family
 
 
-def _refuse_common(config: PretrainedConfig) -> None:
+def _refuse_common(config: "PretrainedConfig") -> None:
     """Refuse what no family here has."""
     if getattr(config, "quantization_config", None) is not None:
         quantization = config.quantization_config

@@ -126,6 +126,13 @@ class Tokenizer(ABC):
         has been given out already.
         """
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which need not be valid UTF-8; none for an id without a token.
+
+        Special tokens have the bytes of their text.
+        """
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
     @abstractmethod
     def stream_decoder(self, *, skip_special_tokens: bool) -> StreamDecoder:
         """A decoder for one request that gives what :meth:`decode` gives, id by id."""

@@ -69,6 +69,9 @@ class ByteTokenizer(Tokenizer):
         pieces = _BYTE_PIECES if skip_special_tokens else _ALL_PIECES
         return b"".join([pieces[token_id] for token_id in ids]).decode("utf-8", errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return _ALL_PIECES[token_id]
+
     def stream_decoder(self, *, skip_special_tokens: bool) -> StreamDecoder:
         return Utf8StreamDecoder(_BYTE_PIECES if skip_special_tokens else _ALL_PIECES)
 

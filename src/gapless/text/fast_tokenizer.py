@@ -69,6 +69,16 @@ class FastTokenizer(Tokenizer):
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._chain.kind == "byte_level":
+            return self._byte_pieces[False][token_id]
+        if self._chain.kind == "byte_fallback":
+            piece = self._text_pieces[False][token_id]
+            if isinstance(piece, int):
+                return bytes((piece,))
+            return b"" if piece is None else piece.encode()
+        return super().token_bytes(token_id)
+
     def stream_decoder(self, *, skip_special_tokens: bool) -> StreamDecoder:
         if self._chain.kind == "byte_level":
             return Utf8StreamDecoder(self._byte_pieces[skip_special_tokens])

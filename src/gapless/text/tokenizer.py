@@ -7,8 +7,6 @@ comes with a checkpoint is never run.
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import AutoTokenizer
-
 from gapless.errors import CheckpointError
 from gapless.model.checkpoint import TokenizerSource
 from gapless.text.base_tokenizer import Tokenizer
@@ -55,8 +53,14 @@ def _from_gguf(file: Path) -> Any:
 
 
 def _load(shown: Path, folder: Path, **options: str) -> Any:
+    # Imported where it is used: it takes half a second, and the byte tokenizer does without.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # A GGUF file describes its tokenizer completely. AutoTokenizer would read all of its metadata a second time, to
+    # choose a class that makes the same tokenizer of it (4.3 instead of 0.4 s for 49,152 tokens).
+    make = PreTrainedTokenizerFast if "gguf_file" in options else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+        tokenizer = make.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # parsers of many formats: each fails in its own way, and all mean a bad checkpoint
         raise CheckpointError(f"the tokenizer of {shown} cannot be loaded: {error}") from error
     if not tokenizer.is_fast:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from numbers import Integral
 
 from gapless.errors import RequestError, shown
+from gapless.sampling_params import are_token_ids
 
 __all__ = ["check_text", "check_token_ids"]
 
@@ -51,6 +52,9 @@ def check_token_ids(ids: object, vocab_size: int, field: str = "prompt_token_ids
         raise RequestError(f"{field}={shown(ids)} must be a list of token ids, not {type(ids).__name__}")
     if not ids:
         raise RequestError(f"{field} is empty; give at least one token id")
+    if are_token_ids(ids, vocab_size):
+        return list(ids)
+    # An id is wrong, which is to be named, or is of an integer type of its own.
     numbers = []
     for index, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, Integral):

@@ -24,6 +24,7 @@ from fixtures.tokenizers import (
 from gapless.errors import RequestError
 from gapless.model.checkpoint import TokenizerSource
 from gapless.text.byte_tokenizer import ByteTokenizer
+from gapless.text.chat import CHATML_TEMPLATE
 from gapless.text.fast_tokenizer import FastTokenizer
 from gapless.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -77,6 +78,19 @@ def test_c35_ids_are_those_of_apply_chat_template_for_sentencepiece(tmp_path: Pa
     assert ids == hf_ids(tmp_path, chat, add_generation_prompt=True)
     assert tokenizer.encode_prompt(tokenizer.render_chat(chat)) == ids
     assert ids.count(1) == 2  # the template writes one at each turn
+
+
+@pytest.mark.parametrize("generation", [False, True])
+def test_our_own_template_renders_as_the_template_engine_renders_it(generation: bool) -> None:
+    same = "{# not the shortcut #}" + CHATML_TEMPLATE
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [*DIALOGUE, {"role": "tool", "content": "{{ 1 }} {% raw %}\n"}]
+    rendered = ByteTokenizer().render_chat(messages, add_generation_prompt=generation, tools=tools)
+    assert rendered == ByteTokenizer(chat_template=same).render_chat(messages, add_generation_prompt=generation)
+    silent = [*HELLO, {"role": "assistant", "tool_calls": []}]
+    for template in (None, same):
+        with pytest.raises(RequestError, match="the chat template failed on these messages: Undefined"):
+            ByteTokenizer(chat_template=template).render_chat(silent, add_generation_prompt=generation)
 
 
 def test_c35_typed_control_text_stays_text(tmp_path: Path) -> None:

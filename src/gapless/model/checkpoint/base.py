@@ -8,10 +8,15 @@ the thread that started it.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
+import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+
+from gapless.model.spec import ModelSpec, spec_from_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["Checkpoint", "LoadFormat", "NoWeights", "ProgressCallback", "TokenizerSource", "WeightSource"]
 
@@ -75,7 +80,9 @@ class Checkpoint:
     """An opened checkpoint, whose configuration and headers have been read and found sound.
 
     Attributes:
-        config: the model's configuration.
+        spec: the model's shape and options.
+        trained_dtype: the dtype that the checkpoint states, if any.
+        config: the configuration that ``spec`` was read from; ``None`` for a preset, which is nothing but its shape.
         generation_config: the raw ``generation_config.json``; empty when the checkpoint has none.
         eos_token_ids: every end token that the generation config, the config file or the GGUF metadata names, those
             outside the vocabulary left out. A library default is not among them. May be empty.
@@ -83,11 +90,39 @@ class Checkpoint:
         weights: the tensors.
     """
 
-    config: PretrainedConfig
+    spec: ModelSpec
+    trained_dtype: torch.dtype | None
+    config: "PretrainedConfig | None"
     generation_config: dict[str, Any]
     eos_token_ids: frozenset[int]
     tokenizer_source: TokenizerSource
     weights: WeightSource
+
+    @classmethod
+    def from_config(
+        cls,
+        config: "PretrainedConfig",
+        *,
+        generation_config: dict[str, Any],
+        eos_token_ids: frozenset[int],
+        tokenizer_source: TokenizerSource,
+        weights: WeightSource,
+    ) -> Self:
+        """Describe a checkpoint whose files state a configuration.
+
+        Raises:
+            UnsupportedModelError: it needs something gapless does not have, by name.
+            CheckpointError: the configuration contradicts itself.
+        """
+        return cls(
+            spec=spec_from_config(config),
+            trained_dtype=_dtype_of(config),
+            config=config,
+            generation_config=generation_config,
+            eos_token_ids=eos_token_ids,
+            tokenizer_source=tokenizer_source,
+            weights=weights,
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -116,3 +151,11 @@ class Checkpoint:
             CheckpointError: a tensor cannot be decoded.
         """
         return self.weights.tensors(on_progress)
+
+
+def _dtype_of(config: "PretrainedConfig") -> torch.dtype | None:
+    """The configuration's dtype; some versions of transformers keep it as a string."""
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None

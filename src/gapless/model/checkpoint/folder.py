@@ -47,8 +47,8 @@ def open_folder(folder: Path, load_format: LoadFormat) -> Checkpoint:
         has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
         if not has_tokenizer and vocab_size >= BYTES_VOCAB_SIZE:
             source = TokenizerSource(kind="bytes", path=None)
-    return Checkpoint(
-        config=config,
+    return Checkpoint.from_config(
+        config,
         generation_config=generation,
         eos_token_ids=eos_ids,
         tokenizer_source=source,

@@ -8,15 +8,17 @@ Pure functions; any thread.
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PretrainedConfig
 
 from gapless.errors import CheckpointError, UnsupportedModelError
 from gapless.model.checkpoint.gguf_header import GgufHeader, GgufTensorInfo, GgufValue
 from gapless.model.checkpoint.json_files import build_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["PERMUTED_ARCHITECTURES", "SUPPORTED_ARCHITECTURES", "architecture_of", "config_from_gguf", "stop_ids_of"]
 
@@ -104,7 +106,7 @@ def stop_ids_of(header: GgufHeader, vocab_size: int) -> tuple[int, ...]:
 
 def config_from_gguf(
     header: GgufHeader, tensors: Mapping[str, GgufTensorInfo], rope_freqs: npt.NDArray[np.float32] | None
-) -> PretrainedConfig:
+) -> "PretrainedConfig":
     """Build the configuration of a GGUF checkpoint.
 
     Args:

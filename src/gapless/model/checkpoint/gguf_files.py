@@ -140,8 +140,8 @@ def open_gguf(path: Path) -> Checkpoint:
         interleaved_heads=heads if architecture in PERMUTED_ARCHITECTURES else {},
     )
     stop_ids = stop_ids_of(first, config.vocab_size)
-    return Checkpoint(
-        config=config,
+    return Checkpoint.from_config(
+        config,
         generation_config={},
         eos_token_ids=frozenset(stop_ids),
         tokenizer_source=TokenizerSource(kind="gguf", path=first.path, eos_token_id=config.eos_token_id),

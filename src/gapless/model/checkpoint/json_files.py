@@ -8,11 +8,12 @@ Pure functions; any thread.
 
 import json
 from pathlib import Path
-from typing import Any
-
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from gapless.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["build_config", "eos_ids_of", "parse_json_object", "read_json_object"]
 
@@ -79,7 +80,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parse_json_object(data, str(path))
 
 
-def build_config(raw: dict[str, Any], where: str) -> PretrainedConfig:
+def build_config(raw: dict[str, Any], where: str) -> "PretrainedConfig":
     """Build the configuration object of ``raw["model_type"]``.
 
     Args:
@@ -91,6 +92,9 @@ def build_config(raw: dict[str, Any], where: str) -> PretrainedConfig:
             that a folder of safetensors describes in ``quantization_config``.
         CheckpointError: no model type, a size out of bounds, or values that the configuration class refuses.
     """
+    # Imported where it is used: with the class of a model it takes more than a second, and presets need neither.
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise CheckpointError(f"{where} has no model_type, so its architecture is unknown; take the model's own config")

@@ -7,10 +7,12 @@ by name, what would otherwise be ignored without a word.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from gapless.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["Family", "FamilyTraits", "check_window", "full_attention", "refuse_options", "windows_by_layer_type"]
 
@@ -46,10 +48,10 @@ class Family:
 
     architecture: str
     model_type: str
-    traits: Callable[[PretrainedConfig], FamilyTraits]
+    traits: "Callable[[PretrainedConfig], FamilyTraits]"
 
 
-def full_attention(config: PretrainedConfig) -> tuple[None, ...]:
+def full_attention(config: "PretrainedConfig") -> tuple[None, ...]:
     """Windows of a family that has none; refuses a config that declares other layers."""
     for kind in getattr(config, "layer_types", None) or ():
         if kind != "full_attention":
@@ -59,7 +61,7 @@ def full_attention(config: PretrainedConfig) -> tuple[None, ...]:
     return (None,) * int(config.num_hidden_layers)
 
 
-def windows_by_layer_type(config: PretrainedConfig) -> tuple[int | None, ...]:
+def windows_by_layer_type(config: "PretrainedConfig") -> tuple[int | None, ...]:
     """Windows of a family whose ``layer_types`` names each layer ``full_attention`` or ``sliding_attention``."""
     kinds = config.layer_types
     if len(kinds) != config.num_hidden_layers:
@@ -84,7 +86,7 @@ def check_window(window: object) -> None:
         )
 
 
-def refuse_options(config: PretrainedConfig, *names: str) -> None:
+def refuse_options(config: "PretrainedConfig", *names: str) -> None:
     """Raise :class:`UnsupportedModelError` if an option is on that the family's reference does not have."""
     for name in names:
         value = getattr(config, name, None)

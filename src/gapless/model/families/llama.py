@@ -3,14 +3,17 @@
 Reference: Touvron et al., arXiv:2307.09288; Grattafiori et al., arXiv:2407.21783.
 """
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from gapless.model.families.family import Family, FamilyTraits, full_attention
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["LLAMA"]
 
 
-def _traits(config: PretrainedConfig) -> FamilyTraits:
+def _traits(config: "PretrainedConfig") -> FamilyTraits:
     bias = bool(getattr(config, "attention_bias", False))
     return FamilyTraits(
         qkv_bias=bias,

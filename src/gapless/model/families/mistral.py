@@ -3,20 +3,23 @@
 Reference: Jiang et al., arXiv:2310.06825.
 """
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from gapless.errors import UnsupportedModelError
 from gapless.model.families.family import Family, FamilyTraits, check_window, full_attention, refuse_options
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 __all__ = ["MISTRAL"]
 
 
-def _traits(config: PretrainedConfig) -> FamilyTraits:
+def _traits(config: "PretrainedConfig") -> FamilyTraits:
     refuse_options(config, "attention_bias", "mlp_bias")
     return FamilyTraits(windows=_windows(config))
 
 
-def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+def _windows(config: "PretrainedConfig") -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     if window is None:
         return full_attention(config)

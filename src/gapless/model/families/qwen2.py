@@ -4,14 +4,17 @@
 the layers, and transformers turns it into ``layer_types``. Reference: Yang et al., arXiv:2407.10671.
 """
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from gapless.model.families.family import Family, FamilyTraits, refuse_options, windows_by_layer_type
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["QWEN2"]
 
 
-def _traits(config: PretrainedConfig) -> FamilyTraits:
+def _traits(config: "PretrainedConfig") -> FamilyTraits:
     refuse_options(config, "mlp_bias")
     return FamilyTraits(qkv_bias=True, windows=windows_by_layer_type(config))
 

@@ -8,21 +8,22 @@ that a scaling rule is never a second implementation. A rule that is not listed 
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gapless.errors import CheckpointError, UnsupportedModelError
 from gapless.layers.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["rope_from_config"]
 
 SUPPORTED_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
-def rope_from_config(config: PretrainedConfig, head_dim: int) -> RopeSpec:
+def rope_from_config(config: "PretrainedConfig", head_dim: int) -> RopeSpec:
     """Read the RoPE settings.
 
     Raises:
@@ -60,15 +61,18 @@ def rope_from_config(config: PretrainedConfig, head_dim: int) -> RopeSpec:
     )
 
 
-def _frequencies(config: PretrainedConfig, kind: str, head_dim: int) -> tuple[torch.Tensor, float]:
+def _frequencies(config: "PretrainedConfig", kind: str, head_dim: int) -> tuple[torch.Tensor, float]:
     if kind != "default":
+        # Imported where it is used: see gapless.model.checkpoint.json_files.
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return inv_freq, factor
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
 
 
-def _max_positions(config: PretrainedConfig, kind: str, settings: Mapping[str, Any]) -> int:
+def _max_positions(config: "PretrainedConfig", kind: str, settings: Mapping[str, Any]) -> int:
     """The most positions that the frequencies are made for; the config's own limit is never scaled up by default.
 
     ``dynamic`` changes its frequencies above ``max_position_embeddings``, so that cached keys would be stale there.

@@ -15,6 +15,8 @@ from transformers import AutoConfig
 import gapless.model.checkpoint.opening as opening
 from gapless.errors import CheckpointError, ConfigError, UnsupportedModelError
 from gapless.model.checkpoint import PRESET_NAMES, TokenizerSource, open_checkpoint
+from gapless.model.checkpoint.json_files import build_config
+from gapless.model.checkpoint.presets import PRESETS
 from gapless.model.spec import spec_from_config
 from unit.model.checkpoint.builders import random_model, write_gguf
 
@@ -132,8 +134,8 @@ def test_folder_with_a_gguf_but_no_config_names_the_file(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", PRESET_NAMES)
 def test_presets_are_shapes_the_decoder_takes(name: str) -> None:
     checkpoint = open_checkpoint(name, load_format="dummy")
-    spec = spec_from_config(checkpoint.config)
-    assert spec.vocab_size >= 260
+    assert checkpoint.spec.vocab_size >= 260
+    assert checkpoint.spec == spec_from_config(build_config(PRESETS[name], name))
     assert checkpoint.tokenizer_source == TokenizerSource(kind="bytes", path=None, eos_token_id=257)
     assert checkpoint.eos_token_ids == {257}
     assert (checkpoint.tensor_names(), checkpoint.total_bytes, list(checkpoint.tensors())) == ((), 0, [])
@@ -159,11 +161,26 @@ def test_presets_are_shapes_the_decoder_takes(name: str) -> None:
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name: str, billions: float) -> None:
-    spec = spec_from_config(open_checkpoint(name, load_format="dummy").config)
+    spec = open_checkpoint(name, load_format="dummy").spec
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * spec.hidden_size
     layers = spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
     total = layers + spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
     assert total / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
+def test_a_preset_with_random_weights_answers_without_transformers() -> None:
+    """Its import would be a large part of the time to the first token."""
+    program = (
+        "import sys; from gapless import LLM, SamplingParams\n"
+        "with LLM('tiny-llama', load_format='dummy', device='cpu', num_blocks=8) as llm:\n"
+        "    (output,) = llm.chat([{'role': 'user', 'content': 'hi'}], SamplingParams(max_tokens=1))\n"
+        "assert len(output.outputs[0].token_ids) == 1\n"
+        "assert 'torch' in sys.modules\n"
+        "print(sorted({'transformers', 'jinja2', 'matplotlib'} & sys.modules.keys()))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_dummy_folder_takes_the_shape_and_a_tokenizer_that_exists(tmp_path: Path) -> None:
@@ -177,7 +194,7 @@ def test_dummy_folder_takes_the_shape_and_a_tokenizer_that_exists(tmp_path: Path
 def test_dummy_gguf_takes_the_shape(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf(random_model(), tmp_path / "m.gguf"), load_format="dummy")
     assert checkpoint.total_bytes == 0
-    assert checkpoint.config.hidden_size == 64
+    assert checkpoint.spec.hidden_size == 64
 
 
 @pytest.mark.parametrize(
