@@ -34,6 +34,7 @@ class EngineConfig:
             Means nothing on a CPU.
         enable_prefix_caching: keep full blocks for later prompts that start alike.
         step_timeout_s: a step that takes longer fails the engine instead of hanging its callers, in seconds.
+        timeline: record when host and device worked on each step, for the newest steps and as sums over all.
 
     Raises:
         ConfigError: (a ``ValueError``) naming option, value and limit.
@@ -56,6 +57,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     enable_prefix_caching: bool = True
     step_timeout_s: float = 300.0
+    timeline: bool = False
 
     def __post_init__(self) -> None:
         _at_least("depth", self.depth, 1, 16)

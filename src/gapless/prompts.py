@@ -18,6 +18,7 @@ __all__ = [
     "PreparedPrompt",
     "Prompt",
     "PromptMapping",
+    "is_long_prompt",
     "is_single_prompt",
     "params_list",
     "prepare_prompt",
@@ -39,6 +40,9 @@ class PromptMapping(TypedDict, total=False):
     cache_salt: str
 
 
+# Characters or ids. Shorter prompts take well under a millisecond, less than a thread's hand-over costs under load.
+_LONG_PROMPT_ITEMS = 4096
+
 Prompt: TypeAlias = str | Sequence[int] | PromptMapping
 
 
@@ -56,6 +60,12 @@ def is_single_prompt(prompts: object) -> bool:
     if isinstance(prompts, str | Mapping):
         return True
     return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], Integral)
+
+
+def is_long_prompt(prompt: object) -> bool:
+    """Whether a prompt takes so long to check and tokenise that it should not be done in an event loop."""
+    parts = (prompt.get("prompt"), prompt.get("prompt_token_ids")) if isinstance(prompt, Mapping) else (prompt,)
+    return any(isinstance(part, Sequence) and len(part) > _LONG_PROMPT_ITEMS for part in parts)
 
 
 def prompt_list(prompts: object) -> list[object]:

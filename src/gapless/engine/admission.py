@@ -1,10 +1,11 @@
 """Which requests can be served at all: :class:`AdmissionLimits`, checked in the caller before anything is queued."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gapless.engine.request import EngineRequest
 from gapless.errors import PromptTooLongError, RequestError, shown
-from gapless.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS
+from gapless.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS, are_token_ids
 
 __all__ = ["MAX_ENDING_TOKENS", "AdmissionLimits"]
 
@@ -40,11 +41,8 @@ class AdmissionLimits:
         prompt = request.prompt_token_ids
         if not len(prompt):
             raise RequestError("the prompt is empty: at least one token is needed")
-        for index, token in enumerate(prompt):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"prompt_token_ids[{index}]={shown(token)} is not in the vocabulary of {self.vocab_size} tokens"
-                )
+        if not are_token_ids(prompt, self.vocab_size):
+            self._check_each_id(prompt)
         request.params.check_vocabulary(self.vocab_size)
         _check_bad_words(request)
         _check_some_token_is_left(request)
@@ -65,6 +63,13 @@ class AdmissionLimits:
         room = min(self.max_model_len, self.kv_capacity) - len(prompt) + 1
         wanted = request.params.max_tokens
         return room if wanted is None else min(wanted, room)
+
+    def _check_each_id(self, prompt: Sequence[int]) -> None:
+        for index, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"prompt_token_ids[{index}]={shown(token)} is not in the vocabulary of {self.vocab_size} tokens"
+                )
 
 
 def _check_bad_words(request: EngineRequest) -> None:

@@ -5,6 +5,7 @@ that asks for the engine.
 """
 
 import logging
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from gapless.engine.prefix_cache import PrefixCache
 from gapless.engine.scheduler import Scheduler, SchedulerLimits
 from gapless.errors import ConfigError
 from gapless.model.kv_cache import KVCache
-from gapless.model.loading import LoadedModel, Progress, load_model
+from gapless.model.loading import LoadedModel, NoProgress, Progress, load_model
 from gapless.model.runner import ModelRunner
 from gapless.model.spec import kv_shape
 from gapless.pipeline.batch import ScheduledBatch, idle_decode_batch
@@ -38,6 +39,9 @@ from gapless.pipeline.wide_rows import WideLimits
 from gapless.sampling.logits_hook import LogitsProcessor
 from gapless.sampling.sampler import Sampler
 from gapless.sampling.wide_state import WideState
+from gapless.timeline.recorder import TimelineRecorder
+from gapless.timeline.spans import DeviceLimits
+from gapless.timeline.step_recorder import NO_TIMELINE
 
 __all__ = ["BuiltEngine", "build_engine", "make_device_step", "resolve_device"]
 
@@ -51,17 +55,27 @@ class BuiltEngine:
     Attributes:
         max_model_len: the longest context of one request: the least of the model's, the user's and the cache's.
         executor: what runs the steps, kernel by kernel or as graphs.
-        kv_capacity: tokens that the KV cache holds.
+        ring, kv: the engine's own; others may use them while it has no request, as benchmarks do.
         start_s: seconds that building took.
     """
 
     engine: Engine
     loaded: LoadedModel
     executor: StepExecutor
+    ring: Ring
+    kv: KVCache
     max_model_len: int
-    kv_capacity: int
-    num_blocks: int
     start_s: float
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache that requests can have."""
+        return self.kv.num_blocks
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.kv.num_blocks * self.kv.block_size
 
 
 def resolve_device(name: str) -> torch.device:
@@ -104,18 +118,18 @@ def build_engine(
     began_s = time.perf_counter()
     device = resolve_device(config.device)
     kernels = device_kernels(device)
-    loaded = _load(model, config, device, kernels, progress)
-    kv = _make_cache(config, loaded)
-    max_model_len = min(config.max_model_len or loaded.config_max_model_len, kv.num_blocks * config.block_size)
-    _log.info("max_model_len: %d (the model allows %d)", max_model_len, loaded.config_max_model_len)
+    progress = progress or NoProgress()
+    loaded = _load(model, config, kernels, device, progress)
+    kv = _make_cache(config, loaded, progress)
+    max_model_len = _max_model_len(config, loaded, kv)
     max_blocks = -(-max_model_len // config.block_size)
-    limits = _buffer_limits(config, max_model_len=max_model_len, vocab_size=loaded.spec.vocab_size)
+    limits = _buffer_limits(config, max_model_len, max_blocks, loaded.spec.vocab_size)
     queues: Queues = CpuQueues(delays) if device.type == "cpu" else CudaQueues(device)
-    step = make_device_step(
-        config, ModelRunner(loaded.model, kv), limits, kernels, max_blocks=max_blocks, processor=logits_processor
-    )
+    runner = ModelRunner(loaded.model, kv)
+    step = make_device_step(config, runner, limits, kernels, max_blocks=max_blocks, processor=logits_processor)
     executor = _executor_of(step, config, device)
-    ring = Ring(queues=queues, depth=config.depth, limits=limits, device_step=executor)
+    timeline = _timeline_of(config, loaded, queues, device) if config.timeline else None
+    ring = _make_ring(config, queues, limits, executor, timeline)
     engine = Engine(
         scheduler=_make_scheduler(config, kv.num_blocks, device, limits),
         ring=ring,
@@ -124,17 +138,17 @@ def build_engine(
         step_timeout_s=config.step_timeout_s,
         on_close=queues.close,
         on_submit=on_submit,
+        timeline=timeline,
     )
-    if device.type == "cuda":
-        _warm_up(ring, config.max_rows, device)
+    _warm_up(ring, config.max_rows, device, progress)
     engine.start()
     return BuiltEngine(
         engine=engine,
         loaded=loaded,
         executor=executor,
+        ring=ring,
+        kv=kv,
         max_model_len=max_model_len,
-        kv_capacity=kv.num_blocks * config.block_size,
-        num_blocks=kv.num_blocks,
         start_s=time.perf_counter() - began_s,
     )
 
@@ -142,9 +156,9 @@ def build_engine(
 def _load(
     model: str | Path,
     config: EngineConfig,
-    device: torch.device,
     kernels: DeviceKernels,
-    progress: Progress | None,
+    device: torch.device,
+    progress: Progress,
 ) -> LoadedModel:
     return load_model(
         model,
@@ -159,7 +173,8 @@ def _load(
     )
 
 
-def _make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache:
+def _make_cache(config: EngineConfig, loaded: LoadedModel, progress: Progress) -> KVCache:
+    progress.stage("allocate KV cache")
     shape = kv_shape(loaded.spec, loaded.dtype)
     model_len = config.max_model_len or loaded.config_max_model_len
     plan = plan_kv_cache(config, loaded.model, shape, model_len=model_len)
@@ -175,6 +190,24 @@ def _make_cache(config: EngineConfig, loaded: LoadedModel) -> KVCache:
     return kv
 
 
+def _max_model_len(config: EngineConfig, loaded: LoadedModel, kv: KVCache) -> int:
+    max_model_len = min(config.max_model_len or loaded.config_max_model_len, kv.num_blocks * config.block_size)
+    _log.info("max_model_len: %d (the model allows %d)", max_model_len, loaded.config_max_model_len)
+    return max_model_len
+
+
+def _make_ring(
+    config: EngineConfig,
+    queues: Queues,
+    limits: BufferLimits,
+    executor: StepExecutor,
+    timeline: TimelineRecorder | None,
+) -> Ring:
+    return Ring(
+        queues=queues, depth=config.depth, limits=limits, device_step=executor, timeline=timeline or NO_TIMELINE
+    )
+
+
 def _admission_limits(config: EngineConfig, loaded: LoadedModel, kv: KVCache, max_model_len: int) -> AdmissionLimits:
     return AdmissionLimits(
         vocab_size=loaded.spec.vocab_size,
@@ -184,8 +217,7 @@ def _admission_limits(config: EngineConfig, loaded: LoadedModel, kv: KVCache, ma
     )
 
 
-def _buffer_limits(config: EngineConfig, *, max_model_len: int, vocab_size: int) -> BufferLimits:
-    max_blocks = -(-max_model_len // config.block_size)
+def _buffer_limits(config: EngineConfig, max_model_len: int, max_blocks: int, vocab_size: int) -> BufferLimits:
     return BufferLimits(
         max_tokens=max(config.token_budget, config.max_rows),
         max_rows=config.max_rows,
@@ -231,7 +263,7 @@ def make_device_step(
         device=device,
         penalty_kernel=kernels.penalties,
     )
-    sampler = Sampler(max_rows=config.max_rows, device=device, wide=wide, draw=kernels.draw)
+    sampler = Sampler(max_rows=config.max_rows, device=device, wide=wide, draw=kernels.draw, largest=kernels.largest)
     if device.type == "cuda":
         sampler.warm_up(vocab_size)
     return DeviceStep(
@@ -241,6 +273,7 @@ def make_device_step(
         max_blocks_per_row=max_blocks,
         block_size=config.block_size,
         device=device,
+        edges=kernels.edges,
         logits_processor=processor,
     )
 
@@ -251,12 +284,30 @@ def _executor_of(step: DeviceStep, config: EngineConfig, device: torch.device) -
     return step
 
 
-def _warm_up(ring: Ring, max_rows: int, device: torch.device) -> None:
-    """Run the largest decode step with nobody in it, before anybody waits.
+def _timeline_of(config: EngineConfig, loaded: LoadedModel, queues: Queues, device: torch.device) -> TimelineRecorder:
+    spec, shape = loaded.spec, kv_shape(loaded.spec, loaded.dtype)
+    windows = [window for window in spec.windows if window is not None]
+    assert len(set(windows)) <= 1, "a family has one window"
+    limits = DeviceLimits(
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
+        weight_bytes=loaded.model.weight_bytes,
+        kv_bytes_per_token=shape.bytes_per_token,
+        read_bytes_per_s=None,
+        window=windows[0] if windows else None,
+        window_kv_bytes_per_token=shape.bytes_per_token * len(windows) // spec.num_layers,
+    )
+    return TimelineRecorder(source=queues, device=device, depth=config.depth, limits=limits)
+
+
+def _warm_up(ring: Ring, max_rows: int, device: torch.device, progress: Progress) -> None:
+    """On CUDA, run the largest decode step with nobody in it, before anybody waits.
 
     It compiles the kernels of decode. Its graph also sizes the graphs' memory pool: a pool that grew bucket by bucket
     would hold the sum of their needs, since a larger tensor does not fit where a smaller one was.
     """
+    if device.type != "cuda":
+        return
+    progress.stage("warm up")
     # Weights and buffers were made on the default stream, which orders nothing for ours.
     torch.cuda.synchronize(device)
     ring.submit(idle_decode_batch(max_rows, reserved_row=max_rows))

@@ -10,8 +10,10 @@ import torch
 
 from gapless.layers.attention import AttentionBackend, TorchAttention
 from gapless.layers.ops import LayerOps, TorchOps
+from gapless.pipeline.step_edges import StepEdges, TorchEdges
 from gapless.sampling.drawing import Draw, draw_tokens
 from gapless.sampling.penalties import PenaltyKernel, apply_penalties
+from gapless.sampling.sampler import Largest, largest_logits
 
 __all__ = ["DeviceKernels", "device_kernels"]
 
@@ -24,21 +26,33 @@ class DeviceKernels:
     ops: LayerOps
     draw: Draw
     penalties: PenaltyKernel
+    largest: Largest
+    edges: StepEdges
 
 
 def device_kernels(device: torch.device) -> DeviceKernels:
     """Plain torch on CPUs, kernels of ours on CUDA."""
     if device.type == "cpu":
-        return DeviceKernels(attention=TorchAttention(), ops=TorchOps(), draw=draw_tokens, penalties=apply_penalties)
+        return DeviceKernels(
+            attention=TorchAttention(),
+            ops=TorchOps(),
+            draw=draw_tokens,
+            penalties=apply_penalties,
+            largest=largest_logits,
+            edges=TorchEdges(),
+        )
     # Imported where they are used: a CPU machine need not have Triton.
     from gapless.kernels.draw import draw_tokens_triton
     from gapless.kernels.layer_ops import TritonOps
     from gapless.kernels.paged_attention import TritonAttention
     from gapless.kernels.penalties import apply_penalties_triton
+    from gapless.kernels.step_edges import TritonEdges, largest_logits_triton
 
     return DeviceKernels(
         attention=TritonAttention.for_device(device),
-        ops=TritonOps(),
+        ops=TritonOps.for_device(device),
         draw=draw_tokens_triton,
         penalties=apply_penalties_triton,
+        largest=largest_logits_triton,
+        edges=TritonEdges(),
     )

@@ -33,6 +33,8 @@ from gapless.errors import EngineDeadError, QueueFullError, StepTimeoutError
 from gapless.pipeline.batch import Int32Array, ScheduledBatch
 from gapless.pipeline.ring import Ring
 from gapless.timeline.activity import ActivitySnapshot, DeviceActivity
+from gapless.timeline.recorder import TimelineRecorder
+from gapless.timeline.step_recorder import NO_TIMELINE
 
 __all__ = ["Engine", "EngineCounters", "OutputSink"]
 
@@ -77,6 +79,7 @@ class Engine:
         step_timeout_s: a step that takes longer fails the engine.
         on_close: called in the engine's thread when the loop has ended.
         on_submit: shown every batch right before it is enqueued.
+        timeline: hears of every step, the same as the ring's; ``None`` where nobody wants one.
     """
 
     def __init__(
@@ -89,8 +92,11 @@ class Engine:
         step_timeout_s: float,
         on_close: Callable[[], None] = lambda: None,
         on_submit: Callable[[ScheduledBatch], None] = lambda batch: None,
+        timeline: TimelineRecorder | None = None,
     ) -> None:
         self.limits = limits
+        self.timeline = timeline
+        self._recorder = timeline or NO_TIMELINE
         self._scheduler = scheduler
         self._ring = ring
         self._sink = sink
@@ -236,10 +242,11 @@ class Engine:
             return False
         batch = None
         if self._ring.has_room and self._scheduler.has_work:
+            self._recorder.scheduling()
             batch = self._scheduler.schedule()
             if batch is not None:
-                self._activity.submitted()
                 self._on_submit(batch)
+                self._activity.submitted()
                 self._ring.submit(batch)
         if self._ring.num_in_flight and (batch is None or not self._ring.has_room):
             self._collect()
@@ -254,13 +261,16 @@ class Engine:
             step = self._ring.collect()
         self._activity.collected(step.result.busy_s)
         self._applier.apply(step, time.perf_counter())
+        self._recorder.applied()
 
     def _take_commands(self) -> bool:
         """Run what callers asked for; sleep first if there is nothing else to do. False to stop."""
         with self._wake:
             while not (self._stopping or self.has_work):
                 self._activity.slept()
+                self._recorder.slept()
                 self._wake.wait()
+                self._recorder.woke()
             commands, self._commands = self._commands, deque()
             stopping = self._stopping
         for command in commands:

@@ -1,59 +1,29 @@
 """What the next step will run: :class:`Scheduler`, continuous batching with a token budget over paged KV.
 
 Decodes first, then prefill chunks of running requests, then admission by arrival without overtaking. The scheduler
-owns every request, its blocks and its row; the ring sees immutable batches only. It works ahead of the device: a
-request's ``num_computed_tokens`` counts what is enqueued, and its in-flight tokens are counted, never read.
+owns every request, its blocks and its row, and decides who takes part in a step; a
+:class:`~gapless.engine.step_plan.StepPlan` makes the batch of it, and the ring sees nothing else. It works ahead of the
+device: a request's ``num_computed_tokens`` counts what is enqueued, and its in-flight tokens are counted, never read.
 
 What it relies on: counts are always known (the values of tokens are not); a finish by length is foreseen, so its row
 and blocks are handed on as soon as its last step is enqueued; any other finish costs at most ``depth - 1`` rows whose
 tokens are dropped. Engine thread only.
 """
 
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from gapless.engine.block_pool import BlockPool
 from gapless.engine.prefix_cache import CachedPrefix
 from gapless.engine.request import Request, RequestState
-from gapless.engine.wide_rows import KnownTokens, WideRows
-from gapless.pipeline.batch import BatchBuilder, BatchEntry, MaskedToken, RowInit, ScheduledBatch, TableChange
-from gapless.pipeline.logprobs import LogprobLimits, PromptSpan
-from gapless.pipeline.wide_rows import WideLimits
+from gapless.engine.step_plan import SchedulerLimits, StepPlan
+from gapless.engine.wide_rows import WideRows
+from gapless.pipeline.batch import ScheduledBatch
 from gapless.sampling_params import ALL_LOGPROBS
 
 __all__ = ["Scheduler", "SchedulerLimits"]
-
-_LARGEST_FP32 = 3.4e38
-_LARGEST_INT32 = 2**31 - 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerLimits:
-    """Resolved sizes.
-
-    Attributes:
-        max_rows: most requests on the device at once.
-        token_budget: most tokens in a step.
-        chunk_size: most tokens of one request in a step.
-        block_size: tokens in a KV block.
-        max_changes: most block-table changes in a step, which its buffers have room for.
-        prefix_caching: whether full blocks are kept for later requests.
-        buckets: sizes to which a pure decode step is padded; empty for none.
-        wide: what there is for penalties, biases and bad words.
-        logprobs: how many log-probs a step may give.
-    """
-
-    max_rows: int
-    token_budget: int
-    chunk_size: int
-    block_size: int
-    max_changes: int
-    prefix_caching: bool
-    buckets: tuple[int, ...] = ()
-    wide: WideLimits = field(default_factory=WideLimits)
-    logprobs: LogprobLimits = field(default_factory=LogprobLimits)
 
 
 class Scheduler:
@@ -100,14 +70,14 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """Build the next step, or return ``None`` when nothing can run now."""
-        plan = _Plan(self.num_steps, self.limits.token_budget)
+        plan = StepPlan(self.num_steps, self.limits, self.wide_rows)
         self._continue_running(plan)
         self._admit_waiting(plan)
         if not plan.requests:
             return None
         self._retire(plan)
         self.num_steps += 1
-        return plan.builder.build(buckets=self.limits.buckets, reserved_row=self.limits.max_rows)
+        return plan.build()
 
     def leave(self, request: Request) -> None:
         """Give up a request's blocks and row; its steps in flight still return."""
@@ -153,7 +123,7 @@ class Scheduler:
 
     # --- the rules, in the order they are applied ------------------------------------------------------------------
 
-    def _continue_running(self, plan: "_Plan") -> None:
+    def _continue_running(self, plan: StepPlan) -> None:
         prefills: list[Request] = []
         # A copy: preemption takes requests out of `running` meanwhile.
         for request in list(self.running):
@@ -167,10 +137,10 @@ class Scheduler:
                 return
             if request.state is RequestState.RUNNING:
                 todo = request.num_known_tokens + request.in_flight - request.num_computed_tokens
-                if num_tokens := self._chunk(plan, request, todo):
+                if num_tokens := plan.chunk(request, todo):
                     self._put(plan, request, num_tokens, todo)
 
-    def _admit_waiting(self, plan: "_Plan") -> None:
+    def _admit_waiting(self, plan: StepPlan) -> None:
         size = self.limits.block_size
         while self.waiting and not plan.short and plan.budget and self._free_rows:
             request = self.waiting[0]
@@ -185,7 +155,7 @@ class Scheduler:
             for prefix, block in self._cached_chain(request, most):  # noqa: B007
                 hits.append(block)
             cached = len(hits) * size
-            num_tokens = self._chunk(plan, request, request.num_known_tokens - cached)
+            num_tokens = plan.chunk(request, request.num_known_tokens - cached)
             if not num_tokens:
                 return
             needed = -(-(cached + num_tokens) // size) - len(hits)
@@ -194,10 +164,7 @@ class Scheduler:
             watermark = len(self.running)
             if self.pool.num_available - sum(map(self.pool.is_evictable, hits)) < needed + watermark:
                 return
-            if plan.requests and len(plan.builder.table_changes) + len(hits) + needed > self.limits.max_changes:
-                return
-            wide = request.wide
-            if wide is not None and not self.wide_rows.fits(wide, request.num_known_tokens, plan.builder.wide):
+            if not plan.can_admit(request, len(hits) + needed):
                 return
             if request.params.logprobs == ALL_LOGPROBS:
                 full = sum(other.params.logprobs == ALL_LOGPROBS for other in self.running)
@@ -207,105 +174,39 @@ class Scheduler:
             self._enter(plan, request, hits, prefix)
             self._put(plan, request, num_tokens, request.num_known_tokens - cached)
 
-    def _enter(self, plan: "_Plan", request: Request, hits: list[int], prefix: CachedPrefix) -> None:
+    def _enter(self, plan: StepPlan, request: Request, hits: list[int], prefix: CachedPrefix) -> None:
         """Give a waiting request its row and its cached blocks."""
         request.state = RequestState.RUNNING
-        row = request.row = self._free_rows.pop()
-        for column, block in enumerate(hits):
+        request.row = self._free_rows.pop()
+        for block in hits:
             self.pool.share(block)
-            plan.builder.table_changes.append(TableChange(row, column, block))
         request.blocks = hits
         request.prefix = prefix
         request.num_computed_tokens = len(hits) * self.limits.block_size
         if request.metrics.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
+            request.metrics.scheduled_s = time.perf_counter()
         insort(self.running, request, key=_arrival)
-        if request.wide is not None:
-            known = KnownTokens(prompt=request.prompt, output=request.output)
-            request.wide_row = self.wide_rows.enter(request.wide, known, plan.builder.wide)
-        params = request.params
-        if not params.greedy:
-            plan.builder.row_inits.append(
-                RowInit(
-                    row=row,
-                    # Device state is fp32 and int32; what does not fit there means the same as the limit.
-                    temperature=min(params.temperature, _LARGEST_FP32),
-                    top_k=min(max(params.top_k, 0), _LARGEST_INT32),
-                    top_p=params.top_p,
-                    min_p=params.min_p,
-                    seed=request.seed,
-                )
-            )
+        plan.admit(request)
 
-    def _chunk(self, plan: "_Plan", request: Request, todo: int) -> int:
-        """How many of ``todo`` tokens the step has room for; the output has room for so many prompt log-probs."""
-        most = min(todo, plan.budget, self.limits.chunk_size)
-        if request.num_rated_tokens < request.num_prompt_tokens:
-            room = self.limits.logprobs.max_prompt_tokens - plan.builder.logprobs.num_prompt_tokens
-            most = min(most, max(request.num_rated_tokens - 1 - request.num_computed_tokens, 0) + room)
-        return most
-
-    def _rate_prompt(self, plan: "_Plan", request: Request, start: int, end: int) -> None:
-        """Ask for the log-probs of the prompt tokens that follow on the positions ``[start, end)``."""
-        first = max(start + 1, request.num_rated_tokens)
-        after = min(end + 1, request.num_prompt_tokens)
-        if after <= first:
-            return
-        top = min(request.params.prompt_logprobs or 0, self.limits.logprobs.max_top)
-        # Tokens of the step so far, which this entry's follow.
-        before = self.limits.token_budget - plan.budget
-        plan.builder.logprobs.add_prompt(
-            PromptSpan(request.id, first, after - first), request.prompt[first:after], before + first - 1 - start, top
-        )
-        request.num_rated_tokens = after
-
-    def _put(self, plan: "_Plan", request: Request, num_tokens: int, todo: int) -> None:
+    def _put(self, plan: StepPlan, request: Request, num_tokens: int, todo: int) -> None:
         """Give a request ``num_tokens`` of the step, with blocks for them; it keeps its place if there are none."""
-        start = request.num_computed_tokens
-        end = start + num_tokens
+        end = request.num_computed_tokens + num_tokens
         short = -(-end // self.limits.block_size) - len(request.blocks)
         if short > 0:
             if not self._make_room(request, short):
                 plan.short = True
                 return
             for _ in range(short):
-                block = self.pool.take()
-                plan.builder.table_changes.append(TableChange(request.row, len(request.blocks), block))
-                request.blocks.append(block)
-        final = num_tokens == todo
-        samples = final and request.max_tokens > 0
-        carries = samples and request.in_flight > 0
-        position = len(request.output) + request.in_flight
-        entry = BatchEntry(
-            request.id, request.residency, request.row, start, num_tokens, final, samples, carries, position
-        )
-        builder = plan.builder
-        if samples and (request.params.temperature or request.params.min_tokens > position):
-            _add_sampling(builder, request, position)
-        if samples and request.wide is not None:
-            self.wide_rows.sample(request.wide, request.wide_row, builder.num_samples, builder.wide)
-        if samples and request.logprobs is not None:
-            wanted = request.params.logprobs or 0
-            builder.logprobs.add_sample(builder.num_samples, wanted, self.limits.logprobs.max_top)
-        if request.num_rated_tokens < request.num_prompt_tokens:
-            self._rate_prompt(plan, request, start, end)
-        if num_tokens > 1:
-            # Several tokens to do means still prefilling, and then none is in flight: all ids are known.
-            builder.add_chunk(entry, request.known_ids(start, end))
-        elif carries:
-            builder.add_token(entry, 0)
-        else:
-            offset = start - request.num_prompt_tokens
-            builder.add_token(entry, request.output[offset] if offset >= 0 else int(request.prompt[start]))
-        plan.requests.append(request)
-        plan.budget -= num_tokens
+                plan.add_block(request, self.pool.take())
+        entry = plan.add(request, num_tokens, todo)
         request.step = plan.step
         request.num_computed_tokens = end
-        if samples:
+        if entry.samples:
             request.in_flight += 1
         if end // self.limits.block_size > request.prefix.num_blocks:
             self.register(request, request.num_known_tokens)
-        if request.followers and final:
+        if request.followers and entry.final:
             self._release_followers(request)
 
     def _release_followers(self, leader: Request) -> None:
@@ -346,7 +247,7 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.insert(self._place_by_arrival(victim), victim)
 
-    def _retire(self, plan: "_Plan") -> None:
+    def _retire(self, plan: StepPlan) -> None:
         """Release what finishes by length: this step is its last, and later steps run after it."""
         for request in plan.requests:
             if (
@@ -369,29 +270,5 @@ class Scheduler:
             prefix = found[0]
 
 
-class _Plan:
-    """A step while it is being decided."""
-
-    __slots__ = ("budget", "builder", "requests", "short", "step")
-
-    def __init__(self, step: int, budget: int) -> None:
-        self.step = step
-        self.budget = budget
-        self.short = False
-        self.builder = BatchBuilder(step)
-        self.requests: list[Request] = []
-
-
 def _arrival(request: Request) -> int:
     return request.id
-
-
-def _add_sampling(builder: BatchBuilder, request: Request, position: int) -> None:
-    params = request.params
-    sample = builder.num_samples
-    if not params.greedy:
-        builder.random_samples.append(sample)
-        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-            builder.needs_filter = True
-    if position < params.min_tokens:
-        builder.masked_tokens.extend(MaskedToken(sample, token) for token in request.stop_token_ids)

@@ -21,6 +21,7 @@ from gapless.pipeline.carry_over import apply_carry_over
 from gapless.pipeline.layout import StepLayout
 from gapless.pipeline.logprobs import LogprobWork
 from gapless.pipeline.step_buffers import StepBuffers
+from gapless.pipeline.step_edges import StepEdges, TorchEdges
 from gapless.pipeline.wide_rows import WideWork, wide_inits, wide_samples
 from gapless.sampling.logits_hook import LogitsProcessor, SampledRows
 from gapless.sampling.logprobs import DeviceLogprobs, token_logprobs
@@ -68,6 +69,7 @@ class DeviceStep:
         max_rows: rows for requests; row ``max_rows`` is the reserved one.
         max_blocks_per_row: width of the block table.
         block_size: tokens in a block.
+        edges: the work before and after the model; plain torch by default.
         logits_processor: a user's change of the logits.
     """
 
@@ -80,18 +82,21 @@ class DeviceStep:
         max_blocks_per_row: int,
         block_size: int,
         device: torch.device,
+        edges: StepEdges | None = None,
         logits_processor: LogitsProcessor | None = None,
     ) -> None:
         self._model = model
         self._logits_processor = logits_processor
         self._sampler = sampler
         self._block_size = block_size
+        self._edges = edges or TorchEdges()
         # Zero is the reserved block: an entry nobody has set is harmless.
         self.block_tables = torch.zeros((max_rows + 1, max_blocks_per_row), dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
 
     def forward(self, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> Tensor:
         """Apply the step's changes to device state and return its logits. Compute stream."""
+        buffers.launch = "kernels"
         self.apply_changes(batch, layout, buffers)
         query_lens, seq_lens = tuple(batch.query_lens.tolist()), tuple(batch.seq_lens.tolist())
         if batch.logprobs is None or not batch.logprobs.prompt_spans:
@@ -171,13 +176,19 @@ class DeviceStep:
         def view(name: str) -> Tensor:
             return layout.device(packed, name)
 
-        input_ids = apply_carry_over(view("input_ids"), view("carry"), self.last_tokens)
-        positions = view("positions").to(torch.int64)
-        blocks = self.block_tables[view("token_rows"), positions // self._block_size]
+        ready = self._edges.prepare(
+            view("input_ids"),
+            view("carry"),
+            view("positions"),
+            view("token_rows"),
+            self.last_tokens,
+            self.block_tables,
+            self._block_size,
+        )
         return ForwardInputs(
-            input_ids=input_ids,
-            positions=positions,
-            slot_mapping=blocks.to(torch.int64) * self._block_size + positions % self._block_size,
+            input_ids=ready.input_ids,
+            positions=ready.positions,
+            slot_mapping=ready.slot_mapping,
             query_starts=view("query_starts"),
             seq_lens=view("seq_lens"),
             rows=view("rows"),
@@ -249,10 +260,8 @@ class DeviceStep:
                 full=layout.device(packed, "full_samples").to(torch.int64) if full else None,
             ),
         )
-        self.last_tokens.index_copy_(0, rows, sampled.tokens)
-        output = buffers.output_views(len(logits))
-        output.tokens.copy_(sampled.tokens)
-        output.healthy.copy_(sampled.healthy)
+        sample_rows = layout.device(packed, "sample_rows")
+        self._edges.keep(sampled.tokens, sampled.top, sample_rows, self.last_tokens, buffers.output_view(len(logits)))
         return sampled
 
     def apply_changes(self, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> None:

@@ -135,6 +135,7 @@ class GraphedStep:
         self._step.apply_changes(batch, layout, buffers)
         graphs.forward.replay()
         self._replayed += 1
+        buffers.launch = "graph"
         return graphs.logits
 
     def sample(self, logits: Tensor, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> None:
@@ -147,6 +148,7 @@ class GraphedStep:
         self._step.sample(logits, batch, layout, buffers)
         if graphs is None and self._can_record(batch):
             self._graphs[buffers, len(batch.rows)] = self._record(len(batch.rows), logits, buffers)
+            buffers.launch = "capture"
 
     def _find(self, batch: ScheduledBatch, buffers: StepBuffers) -> _StepGraphs | None:
         return self._graphs.get((buffers, len(batch.rows))) if self._can_record(batch) else None

@@ -21,6 +21,7 @@ from gapless.pipeline.device_step import StepExecutor
 from gapless.pipeline.layout import StepLayout
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.protocol import Queues
+from gapless.timeline.step_recorder import NO_TIMELINE, StepRecorder
 
 __all__ = ["CollectedStep", "Ring"]
 
@@ -40,12 +41,21 @@ class CollectedStep:
 
 
 class Ring:
-    """Step buffers in rotation, and the steps in flight, oldest first."""
+    """Step buffers in rotation, and the steps in flight, oldest first; ``timeline`` hears of each."""
 
-    def __init__(self, *, queues: Queues, depth: int, limits: BufferLimits, device_step: StepExecutor) -> None:
+    def __init__(
+        self,
+        *,
+        queues: Queues,
+        depth: int,
+        limits: BufferLimits,
+        device_step: StepExecutor,
+        timeline: StepRecorder = NO_TIMELINE,
+    ) -> None:
         assert depth >= 1
         self._queues = queues
         self._device_step = device_step
+        self._timeline = timeline
         self._h2d = queues.stream("h2d")
         self._compute = queues.stream("compute")
         self._d2h = queues.stream("d2h")
@@ -69,11 +79,14 @@ class Ring:
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Write and enqueue a step; returns without waiting for anything."""
+        self._timeline.writing()
         buffers = self._free.popleft()
         layout = buffers.write(batch)
+        self._timeline.enqueueing()
 
         # From here on the host side of these buffers belongs to the copy (invariant 1).
         used = layout.num_bytes
+        self._timeline.mark(self._h2d, buffers.h2d_start)
         self._h2d.copy(buffers.device_in[:used], buffers.host_in[:used])
         self._h2d.record(buffers.h2d_done)
 
@@ -83,15 +96,19 @@ class Ring:
         self._compute.record(buffers.compute_done)
 
         self._d2h.wait(buffers.compute_done)
+        self._timeline.mark(self._d2h, buffers.d2h_start)
         if used_out := buffers.output_bytes(batch):
             self._d2h.copy(buffers.host_out[:used_out], buffers.device_out[:used_out])
         self._d2h.record(buffers.d2h_done)
         self._in_flight.append(_StepInFlight(batch, buffers))
+        self._timeline.enqueued()
 
     def collect(self) -> CollectedStep:
         """Wait for the oldest step and return what it gave: the only place where the host waits for the device."""
         step = self._in_flight[0]
+        self._timeline.waiting()
         step.buffers.d2h_done.synchronize()
+        self._timeline.collected(step.batch, step.buffers)
         self._in_flight.popleft()
         busy_s = self._queues.elapsed_s(step.buffers.compute_start, step.buffers.compute_done)
         result = step.buffers.read(step.batch, busy_s)

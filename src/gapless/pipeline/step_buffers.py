@@ -22,6 +22,7 @@ from gapless.pipeline.logprobs import LogprobLimits, block_bytes, device_block, 
 from gapless.pipeline.streams.protocol import Queues
 from gapless.pipeline.wide_rows import WideLimits, write_wide
 from gapless.sampling.logprobs import DeviceLogprobs
+from gapless.timeline.spans import Launch
 
 __all__ = ["BufferLimits", "StepBuffers"]
 
@@ -60,10 +61,15 @@ class StepBuffers:
         self._vocab_size = limits.logprobs.vocab_size
         self.device_out = torch.zeros(out_size, dtype=torch.uint8, device=queues.device)
         self.host_out = queues.host_buffer(out_size)
+        # Two events that only a timeline records; it also takes the first in exchange for another one.
+        self.h2d_start = queues.event()
+        self.d2h_start = queues.event()
         self.h2d_done = queues.event()
         self.compute_start = queues.event()
         self.compute_done = queues.event()
         self.d2h_done = queues.event()
+        # How the step in these buffers was enqueued, noted by whoever does it.
+        self.launch: Launch = "kernels"
         self._host_array = self.host_in.numpy()
         self._out_array = self.host_out.numpy()
 
@@ -112,10 +118,9 @@ class StepBuffers:
             put("prompt_rated_tokens", batch.logprobs.prompt_tokens)
         return layout
 
-    def output_views(self, num_samples: int) -> "OutputViews":
-        """The device output of a step with ``num_samples`` samples."""
-        flat = self.device_out[: 2 * num_samples * 4].view(torch.int32)
-        return OutputViews(tokens=flat[:num_samples], healthy=flat[num_samples:])
+    def output_view(self, num_samples: int) -> Tensor:
+        """The device output of a step, ``[2 * num_samples]``, int32: the tokens, then whether each one is healthy."""
+        return self.device_out[: 2 * num_samples * 4].view(torch.int32)
 
     def output_bytes(self, batch: ScheduledBatch) -> int:
         """How much of the output a step uses."""
@@ -169,11 +174,3 @@ class StepBuffers:
             prompt_logprobs=prompt_logprobs,
             full_logprobs=full_logprobs,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputViews:
-    """``tokens`` and ``healthy``: ``[num_samples]``, int32, device."""
-
-    tokens: Tensor
-    healthy: Tensor

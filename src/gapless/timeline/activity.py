@@ -1,8 +1,9 @@
-"""How much of the time the device computed: :class:`DeviceActivity`, the one narrow recorder the engine knows.
+"""How much of the time the device computed: :class:`DeviceActivity`, two sums that every engine keeps.
 
 Busy is the time from after a step's last stream wait to the end of its last kernel. The window runs from the first
 submit to the last collect, less the time the engine slept for want of requests. Their ratio is the device-active
-share, a fraction from 0 to 1. Written by the engine thread; readers take a snapshot.
+share, a fraction from 0 to 1. What the device waited for, :mod:`gapless.timeline.recorder` tells where it is on.
+Written by the engine thread; readers take a snapshot.
 """
 
 import time

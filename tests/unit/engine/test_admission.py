@@ -1,14 +1,16 @@
 """What can never be served is refused before it is queued, with numbers and a remedy."""
 
 from collections.abc import Sequence
+from enum import IntEnum
 
+import numpy as np
 import pytest
 
 from gapless.engine.admission import AdmissionLimits
 from gapless.engine.request import EngineRequest
 from gapless.errors import PromptTooLongError, QueueFullError, RequestError
 from gapless.pipeline.streams.simulator import SimulatorQueues
-from gapless.sampling_params import SamplingParams
+from gapless.sampling_params import SamplingParams, are_token_ids
 from simulation.harness import Rig
 from simulation.setting import greedy, make_setting
 
@@ -25,6 +27,26 @@ def _request(prompt: Sequence[object], **options: object) -> EngineRequest:
 def test_c25_prompt_ids_outside_the_vocabulary_name_field_and_value(token: object) -> None:
     with pytest.raises(RequestError, match=r"prompt_token_ids\[2\]=.* not in the vocabulary of 61 tokens"):
         _LIMITS.check(_request([1, 2, token, 4]))
+
+
+@pytest.mark.parametrize("bad", [[1], (1,), np.int64(1), np.float32(1), np.bool_(True), float("nan")])
+def test_c25_what_is_no_plain_integer_is_no_id(bad: object) -> None:
+    assert not are_token_ids([1, bad, 2], 61)
+    with pytest.raises(RequestError, match=r"prompt_token_ids\[1\]="):
+        _LIMITS.check(_request([1, bad, 2]))
+
+
+@pytest.mark.parametrize("ids", [[0], [60], (0, 60, 30)])
+def test_c25_all_ids_of_the_vocabulary_are_taken(ids: Sequence[int]) -> None:
+    assert are_token_ids(ids, 61)
+    assert _LIMITS.check(_request(ids, max_tokens=None)) == 41 - len(ids)
+
+
+def test_c25_a_subclass_of_int_is_an_id() -> None:
+    class Marker(IntEnum):
+        START = 3
+
+    assert _LIMITS.check(_request([Marker.START], max_tokens=None)) == 40
 
 
 def test_c25_stop_token_ids_outside_the_vocabulary() -> None:

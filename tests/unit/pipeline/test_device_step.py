@@ -38,7 +38,7 @@ class _Device:
         self._buffers.device_in.copy_(self._buffers.host_in)
         logits = self.step.forward(batch, layout, self._buffers)
         self.step.sample(logits, batch, layout, self._buffers)
-        return self._buffers.output_views(len(batch.sample_rows)).tokens.tolist()
+        return self._buffers.output_view(len(batch.sample_rows))[: len(batch.sample_rows)].tolist()
 
 
 def _prefill(tables: dict[int, list[int]], prompts: dict[int, list[int]]) -> ScheduledBatch:

@@ -111,9 +111,9 @@ def test_results_are_copies_without_padding() -> None:
     for row in range(3):
         builder.add_token(BatchEntry(row, 0, row, 5, 1, True, True, True, 0), 0)
     batch = builder.build(buckets=(8,), reserved_row=8)
-    output = buffers.output_views(8)
-    output.tokens.copy_(torch.arange(10, 18))
-    output.healthy.copy_(torch.tensor([1, 0, 1, 0, 0, 0, 0, 0]))
+    output = buffers.output_view(8)
+    output[:8].copy_(torch.arange(10, 18))
+    output[8:].copy_(torch.tensor([1, 0, 1, 0, 0, 0, 0, 0]))
     buffers.host_out.copy_(buffers.device_out)
 
     result = buffers.read(batch, 0.5)

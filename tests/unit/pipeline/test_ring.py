@@ -28,10 +28,10 @@ class _EchoStep:
 
     def sample(self, logits: Tensor, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> None:
         if len(logits):
-            output = buffers.output_views(len(logits))
-            output.tokens.copy_(logits + 100)
-            output.healthy.fill_(1)
-            output.healthy[-1] = 0
+            output = buffers.output_view(len(logits))
+            output[: len(logits)].copy_(logits + 100)
+            output[len(logits) :].fill_(1)
+            output[-1] = 0
 
 
 def _batch(step: int, *ids: int) -> ScheduledBatch:

@@ -168,6 +168,12 @@ class CpuQueues:
         assert end.mark is not None
         return end.mark.time_s - start.mark.time_s
 
+    def host_time_s(self, event: Event) -> float | None:
+        """When the latest mark was reached: the workers' clock is the host's."""
+        assert isinstance(event, CpuEvent)
+        assert event.mark is not None
+        return event.mark.time_s
+
     def close(self) -> None:
         """End all workers."""
         self._finalizer()

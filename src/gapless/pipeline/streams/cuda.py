@@ -75,6 +75,10 @@ class CudaQueues:
         assert isinstance(end, CudaEvent)
         return float(start.raw.elapsed_time(end.raw)) / 1e3
 
+    def host_time_s(self, event: Event) -> float | None:
+        """A GPU's clock is its own: ``None``."""
+        return None
+
     def close(self) -> None:
         """Wait for everything enqueued, so that memory can be freed safely."""
         torch.cuda.synchronize(self.device)

@@ -59,5 +59,8 @@ class Queues(Protocol):
     def elapsed_s(self, start: Event, end: Event) -> float:
         """Seconds of device time between two reached records."""
 
+    def host_time_s(self, event: Event) -> float | None:
+        """When a record was reached, on ``time.perf_counter``; ``None`` from a device with a clock of its own."""
+
     def close(self) -> None:
         """Stop workers. Nothing may be enqueued afterwards."""

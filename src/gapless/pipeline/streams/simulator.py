@@ -136,6 +136,10 @@ class SimulatorQueues:
         """No time passes here."""
         return 0.0
 
+    def host_time_s(self, event: Event) -> float | None:
+        """Nor is there a clock: ``None``."""
+        return None
+
     def close(self) -> None:
         """Forget what is queued."""
         for stream in self._streams:
