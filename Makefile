@@ -18,13 +18,23 @@ TESTS ?= tests
 GPU_TESTS ?= tests/gpu
 PYTEST_ARGS ?=
 SEEDS ?= 20000
+# Options for every run of bench-gpu, such as "--new-tokens 128" for a short one.
 BENCH_ARGS ?=
+BENCH_MODEL ?= llama-3.1-8b
+BENCH_DEPTHS ?= 1 2
+# A folder for figures and pictures; none are written without it.
+BENCH_OUT ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # GPU machines bring a CUDA build of torch of their own; there the sources are used where they lie.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,PYTHONPATH=src $(PYTHON))
+
+GPU_GAPLESS = $(GPU_PYTHON) -c "from gapless.cli.main import main; main()"
+# $(call bench,name of the result,command and its options)
+bench = $(GPU_GAPLESS) bench $(2) --model $(BENCH_MODEL) --load-format dummy --depth $(BENCH_DEPTHS) \
+	$(if $(BENCH_OUT),--json $(BENCH_OUT)/$(1).json --picture $(BENCH_OUT)/$(1).svg) $(BENCH_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format simulate test-gpu bench-gpu clean
@@ -68,8 +78,10 @@ simulate: $(STAMP) ## Run SEEDS simulated interleavings of host and device; prin
 test-gpu: ## Run the tests that need a CUDA device (uses .venv if there is one, else python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS) $(GPU_TESTS)
 
-bench-gpu: ## Measure the overlap on a CUDA device
-	$(GPU_PYTHON) benchmarks/gpu_overlap.py $(BENCH_ARGS)
+bench-gpu: ## Reproduce the claims on a CUDA device that fits BENCH_MODEL: decode, throughput, a single stream
+	$(call bench,decode_32x8192,decode --requests 32 --prompt-tokens 256 --new-tokens 8192 --repeats 1)
+	$(call bench,throughput_256x1024,throughput --requests 256 --prompt-tokens 1024 --new-tokens 1024 --spread 0)
+	$(call bench,single_1x1024,decode --requests 1 --prompt-tokens 256 --new-tokens 1024)
 
 clean: ## Remove .venv and everything the tools have left behind
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -12,23 +12,19 @@ that the engine's thread spends in ``Ring.submit``, the median over the steps. R
 
 import argparse
 import json
-import platform
 import random
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
+from gapless.bench.report import environment as bench_environment
 from gapless.config import EngineConfig
 from gapless.engine.assembly import BuiltEngine, build_engine
 from gapless.engine.request import EngineRequest
@@ -239,23 +235,9 @@ def compare(
     return [{k: v for k, v in result.items() if k not in ("shapes", "outputs")} for result in results]
 
 
-def environment(device: str) -> dict[str, str]:
-    """Where and with what this ran."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    found = {
-        "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit.stdout.strip() or "unknown",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu",
-    }
-    if device == "cuda":
-        import triton
-
-        found["triton"] = triton.__version__
-    return found
+def environment(device: str) -> dict[str, Any]:
+    """Versions, hardware, command, date and commit."""
+    return bench_environment(torch.device(device))
 
 
 def main() -> int:

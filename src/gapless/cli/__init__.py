@@ -1,1 +1,1 @@
-"""The command line: ``gapless generate``, ``chat`` and ``doctor``."""
+"""The command line: ``gapless generate``, ``chat``, ``serve``, ``bench``, ``timeline`` and ``doctor``."""

@@ -41,7 +41,11 @@ _HELP = """\
 Ctrl-C stops an answer."""
 
 
-@shared_options(sampling_defaults={"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}, without=["n"])
+@shared_options(
+    sampling_defaults={"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024},
+    without=["n"],
+    without_engine=["timeline"],
+)
 def chat(
     *,
     model: ModelOption = "smollm2",
@@ -58,7 +62,7 @@ def chat(
         options, params = checked_engine(engine), checked_sampling(sampling)
         template = read_chat_template(chat_template)
         given = {"chat_template": template, "generation_config": generation_config}
-        llm = started(gapless.AsyncLLM, model, options=options, given=given, quiet=quiet)
+        llm = started(lambda: gapless.AsyncLLM, model, options=options, given=given, quiet=quiet)
         try:
             if not llm.tokenizer.has_chat_template:
                 raise UsageError(f"{model} has no chat template: give one (--chat-template), or use gapless generate")

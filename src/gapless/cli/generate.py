@@ -39,7 +39,7 @@ __all__ = ["generate"]
 _SHOWN_PROMPT_CHARACTERS = 100
 
 
-@shared_options(sampling_defaults={"temperature": 0.0, "max_tokens": 256})
+@shared_options(sampling_defaults={"temperature": 0.0, "max_tokens": 256}, without_engine=["timeline"])
 def generate(
     *,
     prompts: Annotated[
@@ -86,7 +86,7 @@ def generate(
             raise UsageError(f"--output {output_file}: there is no folder {output_file.parent}")
         template = read_chat_template(chat_template)
         given = {"chat_template": template, "generation_config": generation_config}
-        with started(gapless.LLM, model, options=options, given=given, quiet=quiet) as llm:
+        with started(lambda: gapless.LLM, model, options=options, given=given, quiet=quiet) as llm:
             outputs = _run(llm, jobs, chat=chat, quiet=quiet)
         if output_file is not None:
             _write_file(output_file, _json_lines(jobs, outputs))

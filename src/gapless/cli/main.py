@@ -10,10 +10,13 @@ from typing import Annotated
 import typer
 
 import gapless
+from gapless.cli.bench import bench
 from gapless.cli.chat import chat
 from gapless.cli.console import INTERRUPTED_EXIT_CODE
 from gapless.cli.doctor import doctor
 from gapless.cli.generate import generate
+from gapless.cli.serve import GroupedCommand, serve
+from gapless.cli.timeline import timeline
 
 __all__ = ["app", "main"]
 
@@ -48,7 +51,10 @@ def _root(
 
 app.command()(generate)
 app.command()(chat)
+app.command(cls=GroupedCommand)(serve)
 app.command()(doctor)
+app.add_typer(bench)
+app.command()(timeline)
 
 
 def main() -> None:

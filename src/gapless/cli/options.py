@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import typer
@@ -21,6 +22,7 @@ from gapless.errors import ConfigError, RequestError
 from gapless.sampling_params import SamplingParams, unchosen
 
 __all__ = [
+    "ENGINE_HELP",
     "ChatTemplateOption",
     "GenerationConfigOption",
     "ModelOption",
@@ -28,6 +30,7 @@ __all__ = [
     "VerboseOption",
     "checked_engine",
     "checked_sampling",
+    "flag_of",
     "read_chat_template",
     "shared_options",
 ]
@@ -58,7 +61,7 @@ QuietOption: TypeAlias = Annotated[
 ]
 VerboseOption: TypeAlias = Annotated[bool, typer.Option("--verbose", help="Show the traceback of a failure.")]
 
-_ENGINE_HELP = {
+ENGINE_HELP: Mapping[str, str] = {
     "depth": "Most steps in flight: 1 waits for each, 2 overlaps host and device, 3 hides jitter as well.",
     "device": "auto, cuda or cpu.",
     "dtype": "auto (bf16 on CUDA, fp32 on a CPU), float32, bfloat16 or float16.",
@@ -76,7 +79,9 @@ _ENGINE_HELP = {
     "cuda_graphs": "Replay decode steps as CUDA graphs; no effect on a CPU.",
     "enable_prefix_caching": "Reuse the KV cache of prompts that start alike.",
     "step_timeout_s": "Seconds after which a step that does not come back fails the engine.",
+    "timeline": "Record when host and device worked on each step.",
 }
+"""What each field of ``EngineConfig`` that is an option does, in a sentence."""
 _SAMPLING_HELP = {
     "n": "Answers to each prompt.",
     "temperature": "0 is greedy; higher is more varied.",
@@ -99,9 +104,15 @@ _FLAGS = {("engine", "seed"): "--weights-seed", ("sampling", "stop_token_ids"): 
 
 
 def shared_options(
-    *, sampling_defaults: Mapping[str, float], without: Collection[str] = ()
+    *,
+    sampling_defaults: Mapping[str, float] = MappingProxyType({}),
+    without: Collection[str] = (),
+    engine_defaults: Mapping[str, Any] = MappingProxyType({}),
+    without_engine: Collection[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a command's parameters ``engine`` and ``sampling`` into options, and hand them over as two mappings.
+
+    A command may have only one of the two.
 
     The mapping ``sampling`` holds what the user chose and, marked as such, this command's defaults: those of the
     model come between the two.
@@ -109,15 +120,20 @@ def shared_options(
     Args:
         sampling_defaults: what this command's defaults are where they differ from those of ``SamplingParams``.
         without: sampling options that make no sense for this command.
+        engine_defaults, without_engine: the same for the engine's options.
     """
     defaults = {name: unchosen(value) for name, value in sampling_defaults.items()}
     sampling_help = {name: text for name, text in _SAMPLING_HELP.items() if name not in without}
-    groups = {
-        "engine": _parameters("engine", EngineConfig, _ENGINE_HELP, {}),
+    engine_help = {name: text for name, text in ENGINE_HELP.items() if name not in without_engine}
+    every_group = {
+        "engine": _parameters("engine", EngineConfig, engine_help, engine_defaults),
         "sampling": _parameters("sampling", SamplingParams, sampling_help, sampling_defaults),
     }
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        wanted = inspect.signature(command).parameters
+        groups = {group: parameters for group, parameters in every_group.items() if group in wanted}
+
         @wraps(command)
         def run(*, context: typer.Context, **given: Any) -> None:
             for group, parameters in groups.items():
@@ -160,6 +176,11 @@ def read_chat_template(value: str | None) -> str | None:
     return Path(value).read_text(encoding="utf-8")
 
 
+def flag_of(group: Literal["engine", "sampling"], name: str) -> str:
+    """The flag of a field: of an ``EngineConfig`` or of a ``SamplingParams``."""
+    return _FLAGS.get((group, name), "--" + name.removesuffix("_s").replace("_", "-"))
+
+
 def _chosen(values: Mapping[str, Any], context: typer.Context) -> dict[str, Any]:
     """The sampling options that stand on the command line."""
 
@@ -171,7 +192,10 @@ def _chosen(values: Mapping[str, Any], context: typer.Context) -> dict[str, Any]
 
 
 def _parameters(
-    group: str, dataclass: type[Any], help_texts: Mapping[str, str], defaults: Mapping[str, Any]
+    group: Literal["engine", "sampling"],
+    dataclass: type[Any],
+    help_texts: Mapping[str, str],
+    defaults: Mapping[str, Any],
 ) -> list[inspect.Parameter]:
     hints = get_type_hints(dataclass)
     parameters = []
@@ -180,7 +204,7 @@ def _parameters(
             continue
         name = f"{group}_{field.name}"
         default = defaults.get(field.name, field.default)
-        flag = _FLAGS.get((group, field.name), "--" + field.name.removesuffix("_s").replace("_", "-"))
+        flag = flag_of(group, field.name)
         if hints[field.name] is bool:
             flag = f"{flag}/--no-{flag[2:]}"
         option = typer.Option(flag, help=help_texts[field.name], rich_help_panel=f"{group.capitalize()} options")

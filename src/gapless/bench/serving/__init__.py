@@ -1,0 +1,1 @@
+"""Load on a server that speaks OpenAI's HTTP API: arrivals, an HTTP client, and what came back when."""
