@@ -23,7 +23,7 @@ from gapless.generation_defaults import GenerationConfigMode
 from gapless.model.loading import Progress
 from gapless.output_building import GrowingOutput
 from gapless.outputs import RequestOutput
-from gapless.prompts import PreparedPrompt, Prompt, prepare_prompt
+from gapless.prompts import PreparedPrompt, Prompt, is_long_prompt, prepare_prompt
 from gapless.sampling.logits_hook import LogitsProcessor
 from gapless.sampling_params import SamplingParams
 from gapless.served_model import EngineOptions, ServedModel
@@ -32,8 +32,6 @@ from gapless.text.chat import JsonValue, Message
 __all__ = ["AsyncLLM"]
 
 MAX_REQUEST_ID_CHARACTERS = 256
-# Shorter text is tokenised in well under a millisecond, less than a thread's hand-over costs under load.
-_LONG_TEXT_CHARACTERS = 4096
 _News = TypeVar("_News")
 
 
@@ -178,7 +176,7 @@ class AsyncLLM(ServedModel):
             EngineDeadError: the engine has ended; the cause is chained.
         """
         return self._stream(
-            lambda: prepare_prompt(prompt, self._tokenizer), sampling_params, request_id, is_long=_is_long(prompt)
+            lambda: prepare_prompt(prompt, self._tokenizer), sampling_params, request_id, is_long=is_long_prompt(prompt)
         )
 
     def chat(
@@ -251,12 +249,6 @@ class AsyncLLM(ServedModel):
             self._sink.forget(choice_ids)
             if not finished:
                 engine.abort(choice_ids)
-
-
-def _is_long(prompt: Prompt) -> bool:
-    """Whether a prompt takes so long to check and tokenise that it should not be done in the event loop."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return isinstance(text, Sequence) and len(text) > _LONG_TEXT_CHARACTERS
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, callback: Callable[[_News], None], news: _News) -> bool:

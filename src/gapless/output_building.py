@@ -24,7 +24,7 @@ from gapless.sampling_params import SamplingParams
 from gapless.text.base_tokenizer import Tokenizer
 from gapless.text.detokenizer import IncrementalDetokenizer
 
-__all__ = ["GrowingOutput", "final_output"]
+__all__ = ["GrowingOutput", "final_output", "logprobs_by_id", "prompt_logprobs_by_id", "shown_ids", "sum_logprobs"]
 
 
 def final_output(
@@ -42,12 +42,12 @@ def final_output(
         if text is None:
             text = ""
             if params.detokenize:
-                ids = _shown_ids(update.token_ids, update.finish_reason)
+                ids = shown_ids(update.token_ids, update.finish_reason)
                 text = tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        logprobs = _by_id(update.token_ids, update.logprobs, tokenizer)
+        logprobs = logprobs_by_id(update.token_ids, update.logprobs, tokenizer)
         completions.append(_completion(index, update, text=text, token_ids=update.token_ids, logprobs=logprobs))
     output = _output(request_id, prompt, completions, updates)
-    output.prompt_logprobs = _prompt_by_id(prompt, updates[0], tokenizer)
+    output.prompt_logprobs = prompt_logprobs_by_id(prompt, updates[0].prompt_logprobs, tokenizer)
     return output
 
 
@@ -92,7 +92,7 @@ class GrowingOutput:
         latest = [choice.latest for choice in choices if choice.latest is not None]
         output = _output(self._request_id, self._prompt, [choice.shown for choice in choices], latest)
         if self._prompt_logprobs is None:
-            self._prompt_logprobs = _prompt_by_id(self._prompt, latest[0], self._tokenizer)
+            self._prompt_logprobs = prompt_logprobs_by_id(self._prompt, latest[0].prompt_logprobs, self._tokenizer)
         output.prompt_logprobs = self._prompt_logprobs
         return output
 
@@ -117,11 +117,11 @@ class _GrowingChoice:
         self.latest = update
         self._token_ids += update.token_ids
         if self._logprobs is not None:
-            self._logprobs += _by_id(update.token_ids, update.logprobs, self._tokenizer) or []
+            self._logprobs += logprobs_by_id(update.token_ids, update.logprobs, self._tokenizer) or []
         if self._detokenizer is None:
             self._text += update.text or ""
             return
-        self._detokenizer.append(_shown_ids(update.token_ids, update.finish_reason))
+        self._detokenizer.append(shown_ids(update.token_ids, update.finish_reason))
         if update.finish_reason is not None:
             self._detokenizer.finish()
 
@@ -134,28 +134,37 @@ class _GrowingChoice:
         )
 
 
-def _shown_ids(token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
+def shown_ids(token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
     """The ids that make text: all but the last one of a request that a token ended."""
     return token_ids[:-1] if finish_reason == "stop" else token_ids
 
 
-def _by_id(
+def logprobs_by_id(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | FullLogprobs] | None, tokenizer: Tokenizer
 ) -> list[TokenLogprobsById] | None:
+    """The log-probs of output tokens as callers get them; ``None`` where none were asked for."""
     if logprobs is None:
         return None
     return [_at_place(token, rated, tokenizer) for token, rated in zip(token_ids, logprobs, strict=True)]
 
 
-def _prompt_by_id(
-    prompt: PreparedPrompt, update: RequestUpdate, tokenizer: Tokenizer
+def prompt_logprobs_by_id(
+    prompt: PreparedPrompt, logprobs: Sequence[TokenLogprobs | None] | None, tokenizer: Tokenizer
 ) -> list[TokenLogprobsById | None] | None:
-    if update.prompt_logprobs is None:
+    """The prompt's log-probs as callers get them; ``None`` where there are none."""
+    if logprobs is None:
         return None
     return [
         None if rated is None else _at_place(token, rated, tokenizer)
-        for token, rated in zip(prompt.token_ids, update.prompt_logprobs, strict=True)
+        for token, rated in zip(prompt.token_ids, logprobs, strict=True)
     ]
+
+
+def sum_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobsById] | None) -> float | None:
+    """The sum of the sampled tokens' log-probs, if there are any."""
+    if logprobs is None:
+        return None
+    return sum(place[token].logprob for token, place in zip(token_ids, logprobs, strict=True))
 
 
 def _at_place(token: int, rated: TokenLogprobs | FullLogprobs, tokenizer: Tokenizer) -> TokenLogprobsById:
@@ -186,11 +195,7 @@ def _completion(
         stop_reason=last.stop_reason,
         error=last.error,
         logprobs=logprobs,
-        cumulative_logprob=(
-            None
-            if logprobs is None
-            else sum(place[token].logprob for token, place in zip(token_ids, logprobs, strict=True))
-        ),
+        cumulative_logprob=sum_logprobs(token_ids, logprobs),
     )
 
 
@@ -221,6 +226,7 @@ def _joint_metrics(metrics: Sequence[RequestMetrics], *, num_choices: int) -> Re
     ends = [each.finished_s for each in metrics if each.finished_s is not None]
     return RequestMetrics(
         arrived_s=metrics[0].arrived_s,
+        scheduled_s=metrics[0].scheduled_s,
         first_token_s=min(firsts, default=None),
         finished_s=max(ends) if len(ends) == num_choices else None,
         num_preemptions=sum(each.num_preemptions for each in metrics),

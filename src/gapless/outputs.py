@@ -12,14 +12,21 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class RequestMetrics:
     """When things happened to a request, in seconds of ``time.perf_counter()``.
 
+    ``scheduled_s`` is when its first step was planned.
     ``first_token_s`` and ``finished_s`` are taken when the host has collected the step, so they hold what a caller
     sees and not what the device did.
     """
 
     arrived_s: float
+    scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+
+    @property
+    def queue_s(self) -> float | None:
+        """Time from arrival until the first step that it is part of was planned, in seconds."""
+        return None if self.scheduled_s is None else self.scheduled_s - self.arrived_s
 
     @property
     def ttft_s(self) -> float | None:

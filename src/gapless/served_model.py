@@ -10,7 +10,8 @@ ends the engine, as :meth:`ServedModel.close` and the end of a ``with`` block do
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
@@ -19,9 +20,9 @@ from gapless.config import DeviceName, EngineConfig
 from gapless.engine.assembly import BuiltEngine, build_engine
 from gapless.engine.engine import Engine, EngineCounters, OutputSink
 from gapless.engine.request import EngineRequest
-from gapless.engine.stop_check import StopCheck
 from gapless.errors import ConfigError, EngineDeadError
 from gapless.generation_defaults import GenerationConfigMode, sampling_defaults
+from gapless.model.checkpoint import TokenizerSource
 from gapless.model.loading import Progress
 from gapless.prompts import PreparedPrompt, params_list
 from gapless.sampling.logits_hook import LogitsProcessor
@@ -30,8 +31,9 @@ from gapless.text.bad_words import bad_word_ids
 from gapless.text.chat import JsonValue, Message
 from gapless.text.stop_strings import StopStringCheck
 from gapless.text.tokenizer import Tokenizer, load_tokenizer
+from gapless.timeline.timeline import Timeline
 
-__all__ = ["EngineOptions", "ServedModel"]
+__all__ = ["EngineOptions", "ServedModel", "TextSide"]
 
 _log = logging.getLogger("gapless")
 
@@ -56,6 +58,97 @@ class EngineOptions(TypedDict, total=False):
     cuda_graphs: bool
     enable_prefix_caching: bool
     step_timeout_s: float
+    timeline: bool
+
+
+class TextSide:
+    """How a prompt and parameters become an engine's request, for one model. It needs no engine in its process.
+
+    Args:
+        source: where the checkpoint's tokenizer is.
+        vocab_size: rows of the model's embedding.
+        eos_token_ids: those that the checkpoint names.
+        generation_config: the raw ``generation_config.json``, for sampling defaults.
+        overrides: sampling defaults that win over it, from :func:`~gapless.generation_defaults.sampling_defaults`.
+        chat_template: Jinja source, or the name of one of the checkpoint's templates, instead of its default.
+
+    Raises:
+        ConfigError: the chat template or the tokenizer does not go with the model.
+        CheckpointError: the tokenizer or a sampling default of the checkpoint is damaged.
+    """
+
+    def __init__(
+        self,
+        source: TokenizerSource,
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        generation_config: Mapping[str, Any],
+        overrides: Mapping[str, float],
+        chat_template: str | None,
+    ) -> None:
+        named_by_file = sampling_defaults(generation_config)
+        self._sampling_defaults = {**named_by_file, **overrides}
+        self.tokenizer = load_tokenizer(source, vocab_size=vocab_size, chat_template=chat_template)
+        if named_by_file:
+            shown = ", ".join(f"{name}={value}" for name, value in named_by_file.items())
+            _log.info("sampling defaults from generation_config.json: %s (generation_config='none': without)", shown)
+        named = {*eos_token_ids, self.tokenizer.eos_token_id}
+        self.eos_token_ids = frozenset(i for i in named if i is not None and 0 <= i < vocab_size)
+
+    def resolve_sampling_params(self, params: SamplingParams) -> SamplingParams:
+        """Fill the fields that were left out with the model's defaults."""
+        return params.with_defaults(self._sampling_defaults)
+
+    def params_list(self, given: object, num_prompts: int) -> list[SamplingParams]:
+        """One complete :class:`SamplingParams` for each prompt; see :func:`gapless.prompts.params_list`."""
+        params = params_list(given, num_prompts)
+        resolved = {id(each): self.resolve_sampling_params(each) for each in params}
+        return [resolved[id(each)] for each in params]
+
+    def engine_request(self, prompt: PreparedPrompt, params: SamplingParams, *, streams: bool) -> EngineRequest:
+        """The request for a prompt under complete parameters, without a judge of its text."""
+        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
+        return EngineRequest(
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            stop_token_ids=eos.union(params.stop_token_ids),
+            streams=streams,
+            bad_words=bad_word_ids(params.bad_words, self.tokenizer),
+            salt=prompt.salt,
+        )
+
+    def stop_check_maker(self, params: SamplingParams) -> Callable[[], StopStringCheck] | None:
+        """What makes the judge of a choice's text, for parameters with stop strings."""
+        if not params.stops:
+            return None
+        return partial(
+            StopStringCheck,
+            self.tokenizer,
+            params.stops,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[JsonValue] | None,
+        template_variables: Mapping[str, JsonValue] | None,
+    ) -> PreparedPrompt:
+        """Render and tokenise a chat; see :meth:`gapless.text.tokenizer.Tokenizer.encode_chat`."""
+        how: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "template_variables": template_variables,
+        }
+        token_ids = self.tokenizer.encode_chat(messages, **how)
+        return PreparedPrompt(text=self.tokenizer.render_chat(messages, **how), token_ids=token_ids)
 
 
 class ServedModel:
@@ -96,23 +189,23 @@ class ServedModel:
         built = build_engine(model, self._config, sink, progress=progress, logits_processor=logits_processor)
         self._finalizer = weakref.finalize(self, _end, built.engine)
         try:
-            vocab_size = built.loaded.spec.vocab_size
-            named_by_file = sampling_defaults(built.loaded.generation_config if generation_config == "auto" else {})
-            self._sampling_defaults = {**named_by_file, **overrides}
             if progress is not None:
                 progress.stage("load tokenizer")
-            self._tokenizer = load_tokenizer(
-                built.loaded.tokenizer_source, vocab_size=vocab_size, chat_template=chat_template
+            self._text = TextSide(
+                built.loaded.tokenizer_source,
+                vocab_size=built.loaded.spec.vocab_size,
+                eos_token_ids=built.loaded.eos_token_ids,
+                generation_config=built.loaded.generation_config if generation_config == "auto" else {},
+                overrides=overrides,
+                chat_template=chat_template,
             )
         except BaseException:
             self._finalizer()
             raise
-        if named_by_file:
-            shown = ", ".join(f"{name}={value}" for name, value in named_by_file.items())
-            _log.info("sampling defaults from generation_config.json: %s (generation_config='none': without)", shown)
-        named = {*built.loaded.eos_token_ids, self._tokenizer.eos_token_id}
-        self._eos_token_ids = frozenset(i for i in named if i is not None and 0 <= i < vocab_size)
+        self._tokenizer = self._text.tokenizer
         self._max_model_len = built.max_model_len
+        recorder = built.engine.timeline
+        self._timeline = None if recorder is None else Timeline(recorder)
         self._built: BuiltEngine | None = built
 
     @property
@@ -135,7 +228,7 @@ class ServedModel:
 
     def resolve_sampling_params(self, params: SamplingParams) -> SamplingParams:
         """Fill the fields that were left out with the model's defaults, as every request's are filled."""
-        return params.with_defaults(self._sampling_defaults)
+        return self._text.resolve_sampling_params(params)
 
     @property
     def max_model_len(self) -> int:
@@ -145,7 +238,18 @@ class ServedModel:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Every id that ends an answer: those of the generation config, the config and the tokenizer together."""
-        return self._eos_token_ids
+        return self._text.eos_token_ids
+
+    @property
+    def timeline(self) -> Timeline:
+        """What every step did and when, also after :meth:`close`.
+
+        Raises:
+            ConfigError: nothing was recorded, since the option ``timeline`` is off.
+        """
+        if self._timeline is None:
+            raise ConfigError("timeline=False: nothing was recorded; make the model with timeline=True")
+        return self._timeline
 
     def counters(self) -> EngineCounters:
         """The engine's counts at this moment.
@@ -170,34 +274,11 @@ class ServedModel:
         return built.engine
 
     def _params_list(self, given: object, num_prompts: int) -> list[SamplingParams]:
-        """One complete :class:`SamplingParams` for each prompt; see :func:`gapless.prompts.params_list`."""
-        params = params_list(given, num_prompts)
-        resolved = {id(each): self.resolve_sampling_params(each) for each in params}
-        return [resolved[id(each)] for each in params]
+        return self._text.params_list(given, num_prompts)
 
     def _engine_request(self, prompt: PreparedPrompt, params: SamplingParams, *, streams: bool) -> EngineRequest:
-        eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
-        return EngineRequest(
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            stop_token_ids=eos.union(params.stop_token_ids),
-            streams=streams,
-            bad_words=bad_word_ids(params.bad_words, self._tokenizer),
-            salt=prompt.salt,
-            make_stop_check=self._stop_check_maker(params),
-        )
-
-    def _stop_check_maker(self, params: SamplingParams) -> Callable[[], StopCheck] | None:
-        if not params.stops:
-            return None
-        return partial(
-            StopStringCheck,
-            self._tokenizer,
-            params.stops,
-            skip_special_tokens=params.skip_special_tokens,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+        request = self._text.engine_request(prompt, params, streams=streams)
+        return replace(request, make_stop_check=self._text.stop_check_maker(params))
 
     def _prepare_chat(
         self,
@@ -208,14 +289,13 @@ class ServedModel:
         tools: Sequence[JsonValue] | None,
         template_variables: Mapping[str, JsonValue] | None,
     ) -> PreparedPrompt:
-        how: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            "template_variables": template_variables,
-        }
-        token_ids = self._tokenizer.encode_chat(messages, **how)
-        return PreparedPrompt(text=self._tokenizer.render_chat(messages, **how), token_ids=token_ids)
+        return self._text.prepare_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_variables=template_variables,
+        )
 
 
 def _end(engine: Engine) -> None:

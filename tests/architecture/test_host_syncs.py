@@ -23,6 +23,7 @@ ALLOWED = {
     ("engine/logprobs.py", "token_logprobs_of"): "a collected step's log-probs, copied out by the ring",
     ("engine/results.py", "ResultApplier.apply"): "a collected step's tokens, copied out by the ring",
     ("model/runner.py", "measure_activation_peak"): "before serving, to measure",
+    ("model/checkpoint/presets.py", "_rope_of"): "a host tensor, at load",
     ("model/families/rope_settings.py", "rope_from_config"): "a host tensor, at load",
     ("kernels/paged_attention.py", "paged_attention_reference"): "the plain reference that tests compare with",
     ("kernels/work_list.py", "work_list_reference"): "the plain reference that tests compare with",

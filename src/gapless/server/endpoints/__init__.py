@@ -1,0 +1,1 @@
+"""What is served, a module for each group of routes."""

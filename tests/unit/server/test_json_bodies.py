@@ -1,0 +1,70 @@
+"""Strict JSON: whatever is JSON and not treacherous is read as it is."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gapless.server.error_bodies import ApiError
+from gapless.server.json_bodies import MAX_NESTING, read_json
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(texts, values, max_size=5), st.booleans())
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_json_is_read_as_it_is(value: dict[str, Any], ascii_only: bool) -> None:
+    assert read_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@given(st.dictionaries(texts, values, min_size=1, max_size=3), st.integers(0, 200), st.binary(max_size=8))
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_whatever_comes_is_read_or_refused(value: dict[str, Any], place: int, noise: bytes) -> None:
+    body = json.dumps(value).encode()
+    try:
+        content = read_json(body[:place] + noise + body[place:])
+    except ApiError as refused:
+        content = {"status": refused.status}
+    assert isinstance(content, dict)
+    assert content.get("status", 400) == 400 or "status" in value
+
+
+def nested(depth: int) -> bytes:
+    return b'{"a": ' * depth + b"1" + b"}" * depth
+
+
+def test_the_limit_of_nesting() -> None:
+    assert read_json(nested(MAX_NESTING))
+    for depth in (MAX_NESTING + 1, 500, 5_000, 200_000):
+        with pytest.raises(ApiError, match="nested more than 64 deep"):
+            read_json(nested(depth))
+
+
+def test_a_pair_of_surrogates_is_a_character() -> None:
+    assert read_json(b'{"a": "\\ud83d\\ude00"}') == {"a": "\N{GRINNING FACE}"}
+
+
+def test_escapes_that_only_look_like_surrogates_are_text() -> None:
+    assert read_json(b'{"a": "\\\\ud83d"}') == {"a": "\\ud83d"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"a": {"b": ["x", "\\udead"]}}', "a.b[1]"),
+        (b'{"a": [{"\\ud800": 1}]}', "a[0]"),
+        (b'{"\\ud800": 1}', None),
+        (b'{"a": "\\ude00\\ud83d"}', "a"),
+    ],
+)
+def test_where_half_a_pair_stands(body: bytes, param: str | None) -> None:
+    with pytest.raises(ApiError, match="lone surrogate") as caught:
+        read_json(body)
+    assert caught.value.param == param

@@ -1,0 +1,107 @@
+"""The OpenAPI document tells the truth: requests made from it get answers that it describes, and never a 5xx."""
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import CHECKS, load_all_checks
+
+from fixtures.api_server import ApiServer
+
+load_all_checks()
+CHOSEN = CHECKS.get_by_names(
+    ["not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance"]
+)
+OPERATIONS = [
+    ("post", "/v1/chat/completions"),
+    ("post", "/v1/completions"),
+    ("post", "/v1/responses"),
+    ("post", "/tokenize"),
+    ("post", "/detokenize"),
+    ("get", "/v1/models"),
+    ("get", "/v1/models/{model}"),
+    ("get", "/health"),
+    ("get", "/ready"),
+    ("get", "/version"),
+]
+# Numbers of tokens are kept small, so that the test asks many questions and not for many tokens.
+COUNTS = ("n", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
+
+
+@pytest.fixture(scope="module")
+def document(bos_server: ApiServer) -> Any:
+    reply = bos_server.get("/openapi.json")
+    assert reply.status == 200
+    return reply.content
+
+
+def test_every_operation_is_described(document: Any) -> None:
+    described = {(method, path) for path, item in document["paths"].items() for method in item}
+    assert {(method, path) for method, path in OPERATIONS} <= described
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            assert "422" not in operation["responses"], (method, path)
+            if method == "post":
+                assert {"200", "400", "401", "404", "413", "429", "503"} <= set(operation["responses"])
+                error = operation["responses"]["400"]["content"]["application/json"]["schema"]
+                assert error == {"$ref": "#/components/schemas/ErrorBody"}
+    unknown = [name for name in references(document) if name not in document["components"]["schemas"]]
+    assert not unknown
+
+
+def references(node: Any) -> set[str]:
+    """The names of all components that a document refers to."""
+    if isinstance(node, list):
+        return {name for item in node for name in references(item)}
+    if isinstance(node, dict):
+        own = {node["$ref"].removeprefix("#/components/schemas/")} if isinstance(node.get("$ref"), str) else set()
+        return own | {name for item in node.values() for name in references(item)}
+    return set()
+
+
+def with_plain_integers(node: Any) -> Any:
+    """For JSON Schema 5.0 is an integer, for the server it is not."""
+    if isinstance(node, float) and node.is_integer():
+        return int(node)
+    if isinstance(node, list):
+        return [with_plain_integers(item) for item in node]
+    return {name: with_plain_integers(item) for name, item in node.items()} if isinstance(node, dict) else node
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "mode"),
+    [
+        *((method, path, GenerationMode.POSITIVE) for method, path in OPERATIONS),
+        *((method, path, GenerationMode.NEGATIVE) for method, path in OPERATIONS if method == "post"),
+    ],
+)
+def test_answers_are_as_described(
+    bos_server: ApiServer, document: Any, method: str, path: str, mode: GenerationMode
+) -> None:
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=bos_server.url)
+    statuses = []
+
+    @settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=schema[path][method].as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        if isinstance(case.body, dict):
+            case.body = with_plain_integers(case.body)
+            for name in COUNTS:
+                if isinstance(case.body.get(name), int) and case.body[name] > 3:
+                    case.body[name] = 3
+            case.body.pop("model", None)
+            if case.body.get("stream") is True:
+                case.body["stream"] = False
+        response = case.call()
+        statuses.append(response.status_code)
+        case.validate_response(response, checks=CHOSEN)
+
+    ask()
+    if mode == GenerationMode.NEGATIVE:
+        assert 400 in statuses
+    else:
+        assert ("{" in path and 404 in statuses) or 200 in statuses
+    bos_server.assert_serves()
