@@ -4,7 +4,7 @@
 out=$1
 mkdir -p "$out/raw"
 raw=$out/raw
-export PYTHONPATH=src PYTHONUNBUFFERED=1
+export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 cli="python3 -c 'from gapless.cli.main import main; main()'"
 shape="--model llama-3.1-8b --load-format dummy"
 

@@ -16,6 +16,9 @@
 A message names the value, the limit and the remedy. ``assert`` is for invariants only.
 """
 
+import itertools
+from collections.abc import Iterator
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -76,7 +79,23 @@ class StepTimeoutError(EngineDeadError):
 def shown(value: object) -> str:
     """``repr(value)`` for a message: short, and safe for whatever a caller hands in."""
     try:
-        text = repr(value)
+        text = repr(_beginning(value, itertools.repeat(None, _SHOWN_CHARACTERS)))
     except ValueError:  # Python refuses to write out integers of thousands of digits
         return f"an integer of {int(value).bit_length()} bits" if isinstance(value, int) else type(value).__name__
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def _beginning(value: object, budget: Iterator[None]) -> object:
+    """As much of a value as can be seen of it: a client's may be megabytes, and writing them out takes seconds.
+
+    Each item takes one of the budget, as it takes a character at least; what comes when it is spent is left out.
+    """
+    if isinstance(value, str | bytes):
+        return value[: _SHOWN_CHARACTERS + 1] if len(value) > _SHOWN_CHARACTERS else value
+    if type(value) is list:
+        return [_beginning(item, budget) for item, _ in zip(value, budget, strict=False)]
+    if type(value) is tuple:
+        return tuple(_beginning(item, budget) for item, _ in zip(value, budget, strict=False))
+    if type(value) is dict:
+        return {key: _beginning(item, budget) for (key, item), _ in zip(value.items(), budget, strict=False)}
+    return value

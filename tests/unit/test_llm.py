@@ -234,8 +234,8 @@ def test_c65_no_signal_handler_is_installed(folder: Path) -> None:
 
 @pytest.mark.parametrize("how", ["del", "close", "with"])
 def test_c65_threads_and_memory_go_with_the_object(folder: Path, how: str) -> None:
-    threads = threading.active_count()
     gc.collect()
+    earlier = set(threading.enumerate())  # of other tests; they may end meanwhile
     gc.disable()  # memory must not wait for the collector
     try:
         llm = LLM(folder, **CPU)
@@ -244,7 +244,7 @@ def test_c65_threads_and_memory_go_with_the_object(folder: Path, how: str) -> No
         assert built is not None
         weights = weakref.ref(built.loaded.model)
         del built
-        assert threading.active_count() > threads
+        assert set(threading.enumerate()) - earlier
         if how == "del":
             del llm
         elif how == "close":
@@ -254,7 +254,7 @@ def test_c65_threads_and_memory_go_with_the_object(folder: Path, how: str) -> No
             with llm:
                 pass
         assert weights() is None
-        wait_until(lambda: threading.active_count() == threads)
+        wait_until(lambda: earlier.issuperset(threading.enumerate()))
     finally:
         gc.enable()
     if how != "del":
@@ -272,11 +272,11 @@ def test_closing_ends_calls_of_other_threads(folder: Path) -> None:
 
 
 def test_a_failing_start_leaves_no_thread(tmp_path: Path) -> None:
-    threads = threading.active_count()
+    earlier = set(threading.enumerate())
     table_checkpoint(tmp_path, *SCRIPT, tokenizer=False)
     with pytest.raises(GaplessError, match="has no tokenizer"):
         LLM(tmp_path, **CPU)
-    wait_until(lambda: threading.active_count() == threads)
+    wait_until(lambda: earlier.issuperset(threading.enumerate()))
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_WITH_BOS])

@@ -88,13 +88,13 @@ def make_plan(
         ConfigError, PromptTooLongError: naming value, limit and remedy.
     """
     for workload in workloads:
-        workload.check(max_model_len or context)
+        workload.check(context if max_model_len is None else max_model_len)
     longest = max(workload.longest_context for workload in workloads)
-    config = EngineConfig(
-        **engine,
-        max_rows=max_rows or min(max(len(workload.requests) for workload in workloads), _MOST_ROWS),
-        max_model_len=max_model_len or min(context, longest + engine["block_size"]),
-    )
+    if max_rows is None:
+        max_rows = min(max(len(workload.requests) for workload in workloads), _MOST_ROWS)
+    if max_model_len is None:
+        max_model_len = min(context, longest + engine["block_size"])
+    config = EngineConfig(**engine, max_rows=max_rows, max_model_len=max_model_len)
     return Plan(
         model=model,
         config=config,

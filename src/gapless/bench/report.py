@@ -46,7 +46,9 @@ def check_writable(path: Path, option: str) -> None:
         raise ConfigError(f"{option} {path} is a folder: name a file in it")
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    # A file is made beside it and takes its place; a picture, or what is no file, is written to itself.
+    places = ([path] if path.exists() else []) + ([path.parent] if path.is_file() or not path.exists() else [])
+    if not all(os.access(place, os.W_OK) for place in places):
         raise ConfigError(f"{option} {path} may not be written: choose another place")
 
 
@@ -116,12 +118,21 @@ def growth_report(growth: Growth, device: torch.device) -> dict[str, Any]:
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write a report as JSON, whole or not at all; lists of numbers take one line each."""
+    """Write a report as JSON, a file whole or not at all; lists of numbers take one line each.
+
+    What is no file (a pipe, ``/dev/null``) is written to as it is.
+    """
     text = json.dumps(_rounded(report), indent=1, ensure_ascii=False)
     text = _NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text)
+    if path.exists() and not path.is_file():
+        path.write_text(text + "\n", encoding="utf-8")
+        return
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _config(config: EngineConfig) -> dict[str, Any]:

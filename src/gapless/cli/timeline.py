@@ -157,7 +157,8 @@ def _write(recording: "Recording", folder: Path, zoom: int | None, *, quiet: boo
     from gapless.timeline.picture import draw_steps, save_picture
     from gapless.timeline.saving import save
 
-    for name in ("timeline.png", "timeline.svg", "timeline.trace.json", "timeline.json"):
+    # Pictures last: a step to show that was not recorded costs none of the rest.
+    for name in ("timeline.trace.json", "timeline.json", "timeline.png", "timeline.svg"):
         save(recording, folder / name, zoom=zoom)
         _tell(f"wrote {folder / name}", quiet=quiet)
     save_picture(draw_steps(recording, zoom=zoom), folder / "zoom.png", "png")

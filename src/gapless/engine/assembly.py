@@ -47,6 +47,9 @@ __all__ = ["BuiltEngine", "build_engine", "make_device_step", "resolve_device"]
 
 _log = logging.getLogger("gapless")
 
+# Steps of up to so many tokens run kernels of their own (gapless.kernels.skinny, which a CPU machine cannot import).
+_KERNEL_WIDTHS = (128, 64, 32, 16)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltEngine:
@@ -300,15 +303,17 @@ def _timeline_of(config: EngineConfig, loaded: LoadedModel, queues: Queues, devi
 
 
 def _warm_up(ring: Ring, max_rows: int, device: torch.device, progress: Progress) -> None:
-    """On CUDA, run the largest decode step with nobody in it, before anybody waits.
+    """On CUDA, run decode steps with nobody in them, before anybody waits: the largest first, then smaller ones.
 
-    It compiles the kernels of decode. Its graph also sizes the graphs' memory pool: a pool that grew bucket by bucket
-    would hold the sum of their needs, since a larger tensor does not fit where a smaller one was.
+    They compile the kernels of decode, of which there is one for each width. The largest one's graph also sizes the
+    graphs' memory pool: a pool that grew bucket by bucket would hold the sum of their needs, since a larger tensor does
+    not fit where a smaller one was.
     """
     if device.type != "cuda":
         return
     progress.stage("warm up")
     # Weights and buffers were made on the default stream, which orders nothing for ours.
     torch.cuda.synchronize(device)
-    ring.submit(idle_decode_batch(max_rows, reserved_row=max_rows))
-    ring.collect()
+    for size in (max_rows, *(width for width in _KERNEL_WIDTHS if width < max_rows)):
+        ring.submit(idle_decode_batch(size, reserved_row=max_rows))
+        ring.collect()

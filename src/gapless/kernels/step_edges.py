@@ -50,6 +50,12 @@ def _prepare_kernel(
     tl.store(out + 2 * num_tokens + t, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=live)
 
 
+@triton.jit
+def _comparable(x):
+    """NaN as infinity. With a NaN among them, a search for the largest may end at a masked element: no token at all."""
+    return tl.where(x != x, float("inf"), x)
+
+
 @triton.jit(do_not_specialize=["vocab_size"])
 def _largest_in_part_kernel(logits, part_top, part_token, vocab_size, num_parts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +64,7 @@ def _largest_in_part_kernel(logits, part_top, part_token, vocab_size, num_parts,
     x = tl.load(logits + row * vocab_size + c, mask=c < vocab_size, other=float("-inf"))
     # NaN counts as larger than everything, as in torch; comparisons alone would pass it over.
     bad = tl.max((x != x).to(tl.int32), 0)
-    top, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    top, at = tl.max(_comparable(x), 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(part_top + row * num_parts + part, tl.where(bad > 0, float("nan"), top))
     tl.store(part_token + row * num_parts + part, part * BLOCK + at)
 
@@ -69,7 +75,7 @@ def _largest_of_parts_kernel(part_top, part_token, top_out, token_out, num_parts
     p = tl.arange(0, PARTS)
     x = tl.load(part_top + row * num_parts + p, mask=p < num_parts, other=float("-inf"))
     bad = tl.max((x != x).to(tl.int32), 0)
-    top, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    top, at = tl.max(_comparable(x), 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(top_out + row, tl.where(bad > 0, float("nan"), top))
     tl.store(token_out + row, tl.load(part_token + row * num_parts + at).to(tl.int64))
 

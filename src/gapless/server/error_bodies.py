@@ -138,7 +138,8 @@ def api_error_of(error: BaseException, fields: Mapping[str, str] | None = None) 
         code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"
         return ApiError(400, str(error), param=_param_of(str(error), fields or {}), code=code)
     if isinstance(error, EngineDeadError):
-        return ApiError(503, "the engine has ended and no request can be served", code="engine_dead")
+        message = "the engine has ended and no request can be served"
+        return ApiError(503, message, code="engine_dead", headers={"Retry-After": "10"})
     if isinstance(error, RequestFailedError):
         return ApiError(500, str(error), code="request_failed")
     _log.error("an error that nobody expected", exc_info=error)

@@ -19,9 +19,11 @@ from fastapi.routing import APIRoute
 from gapless.errors import shown
 from gapless.server.error_bodies import ApiError
 
-__all__ = ["MAX_NESTING", "StrictJsonRoute", "read_json"]
+__all__ = ["MAX_FIELDS", "MAX_KEYS", "MAX_NESTING", "StrictJsonRoute", "read_json"]
 
 MAX_NESTING: Final = 64
+MAX_FIELDS: Final = 256
+MAX_KEYS: Final = 4096
 _LARGE_BODY_BYTES = 64 * 1024
 _JSON_TYPE: Final = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
 _CONTAINERS: Final = (dict, list)
@@ -72,6 +74,8 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise _bad("the body has an integer of thousands of digits") from None
     if not isinstance(value, dict):
         raise _bad(f"the body must be a JSON object, not {_NAMES.get(type(value), 'a number')}")
+    if len(value) > MAX_FIELDS:  # each that is unknown would cost as much as a whole request
+        raise _bad(f"the body has {len(value)} fields; no request has more than {MAX_FIELDS}")
     _check_nesting(value)
     if _SURROGATE_ESCAPE.search(text):
         _check_surrogates(value, "")
@@ -89,6 +93,8 @@ def _check_content_type(request: Request) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise _bad(f"the body has an object with {len(pairs)} keys; the limit is {MAX_KEYS}")
     value = dict(pairs)
     if len(value) != len(pairs):
         seen: set[str] = set()

@@ -5,7 +5,7 @@ that arrives can name code or an object. What a step tells of most requests, one
 arrays; the rest as a :class:`ChoiceNews` for each choice. Immutable values: any thread may make and read them.
 """
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -45,6 +45,7 @@ __all__ = [
 FailureKind: TypeAlias = Literal["config", "unsupported", "checkpoint", "other"]
 RefusalKind: TypeAlias = Literal["request", "too_long", "queue_full", "dead"]
 _Id: TypeAlias = Annotated[int, Meta(ge=0)]
+_MOST: Final = 2**31 - 1  # more than any context or vocabulary has; a message has no larger integers than 64 bits
 
 
 # --- commands -----------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ class WireParams(Struct, frozen=True, kw_only=True):
         return cls(
             n=params.n,
             temperature=float(params.temperature),
-            top_k=int(params.top_k),
+            top_k=min(int(params.top_k), _MOST),
             top_p=float(params.top_p),
             min_p=float(params.min_p),
             presence_penalty=float(params.presence_penalty),
@@ -106,8 +107,8 @@ class WireParams(Struct, frozen=True, kw_only=True):
             logit_bias=None if bias is None else {token: float(value) for token, value in bias.items()},
             allowed_token_ids=None if allowed is None else list(allowed),
             seed=params.seed,
-            max_tokens=None if params.max_tokens is None else int(params.max_tokens),
-            min_tokens=params.min_tokens,
+            max_tokens=None if params.max_tokens is None else min(int(params.max_tokens), _MOST),
+            min_tokens=min(params.min_tokens, _MOST),
             stop_token_ids=list(params.stop_token_ids),
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,

@@ -7,6 +7,7 @@ with the template's own message.
 Pure functions: any thread may call them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -74,6 +75,8 @@ def checked_value(value: object, *, field: str, depth: int = 0) -> JsonValue:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RequestError(f"{field}={float(value)} must be a finite number")
         return float(value)
     if isinstance(value, Mapping):
         return {

@@ -168,10 +168,12 @@ def measure_read_bandwidth(device: torch.device) -> float:
 
 def _cuda_seconds(data: torch.Tensor) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    data.sum()
-    end.record()
-    end.synchronize()
+    # Events are recorded on the thread's present device, which need not be the engine's.
+    with torch.cuda.device(data.device):
+        start.record()
+        data.sum()
+        end.record()
+        end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 
 

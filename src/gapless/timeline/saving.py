@@ -12,6 +12,7 @@ Any thread may call it; see :mod:`gapless.timeline.picture` for pictures.
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,7 +78,8 @@ def _write_trace(recording: Recording, part: Path) -> None:
 
 
 def _write_whole(target: Path, write: Callable[[Path], object]) -> None:
-    part = target.with_name(f"{target.name}.part")
+    # A name of its own, so that threads and processes may save to one path at once.
+    part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         write(part)
         part.replace(target)

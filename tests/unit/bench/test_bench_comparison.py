@@ -83,6 +83,8 @@ def test_a_plan_has_room_for_its_workloads() -> None:
     assert (config.max_rows, config.max_model_len) == (5, 46)
     assert made([workload(3, 20)], context=31).max_model_len == 31
     assert made([workload(3, 20)], max_rows=2).max_rows == 2
+    with pytest.raises(ConfigError, match="max_rows=0"):
+        made([workload(3, 20)], max_rows=0)
     with pytest.raises(ConfigError, match="is there twice"):
         made([workload(3, 20), workload(3, 20)])
 

@@ -1,6 +1,7 @@
 """What a benchmark leaves behind: files that can be written, with all figures in them, pictures and tables."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,28 @@ def test_lists_of_numbers_take_one_line(tmp_path: Path) -> None:
     assert json.loads(text) == {"numbers": [1.25, -2, 0.0], "other": [{"a": 1}, "b"], "none": []}
 
 
+def test_a_report_goes_through_a_pipe_and_leaves_it_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_report(pipe, {"a": 1})
+        assert json.loads(os.read(reader, 1000)) == {"a": 1}
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_report_that_cannot_be_put_in_place_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(part: Path, target: Path) -> None:
+        raise OSError(f"{part} cannot become {target}")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="cannot become"):
+        write_report(tmp_path / "a.json", {"a": 1})
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_environment_names_the_hardware() -> None:
     found = environment(torch.device("cpu"))
     assert found["device"] == "cpu"
@@ -83,6 +106,18 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         check_writable(tmp_path, "--json")
     with pytest.raises(ConfigError, match=r"--json .* there is no folder"):
         check_writable(tmp_path / "none" / "new.json", "--json")
+
+
+@pytest.mark.parametrize("closed", ["old.json", "."])
+def test_an_old_file_that_cannot_be_replaced_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("{}")
+    check_writable(old, "--json")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / closed)  # root may write anywhere
+    with pytest.raises(ConfigError, match=r"--json .* may not be written"):
+        check_writable(old, "--json")
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a", "png"])

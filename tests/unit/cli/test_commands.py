@@ -47,8 +47,9 @@ def test_every_option_of_engine_and_sampling_is_there(command: str) -> None:
     flags = {word.rstrip(",") for word in shown.split() if word.startswith("--")}
     flags = {flag for word in flags for flag in word.split("/")}
     renamed = {"step_timeout_s": "step-timeout", "stop_token_ids": "stop-token-id"}
-    # What a terminal shows no result of, or what has no short form; a line of --input may have it.
-    left_out = {"detokenize", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs"}
+    # What a terminal shows no result of, or what has no short form; a line of --input may have it. The timeline has a
+    # command of its own.
+    left_out = {"detokenize", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "timeline"}
     left_out |= {"n"} if command == "chat" else set()
     for name in [*EngineConfig.__dataclass_fields__, *SamplingParams.__dataclass_fields__]:
         if name not in left_out:

@@ -89,3 +89,4 @@ def test_a_step_that_was_not_recorded_cannot_be_shown(tmp_path: Path) -> None:
     result = call("--requests", "1", "--new-tokens", "4", "--zoom", "900", "-o", str(tmp_path))
     assert result.exit_code == 1
     assert "zoom=900 is not recorded: the timeline holds steps " in last_line(result)
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.trace.json", "timeline.json"}

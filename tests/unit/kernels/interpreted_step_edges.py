@@ -1,7 +1,13 @@
 """The ends of a step in Triton's interpreter against plain torch (see test_kernels_interpreted)."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime.interpreter import ReduceOps
 
 from gapless.kernels.step_edges import TritonEdges, largest_logits_triton
 from gapless.pipeline.step_edges import TorchEdges
@@ -42,6 +48,37 @@ def test_largest(vocab_size: int) -> None:
     assert healthy.tolist() == [True, True, False, False, False, True]
     assert tokens[healthy].equal(expected_tokens[healthy])
     assert ((tokens >= 0) & (tokens < vocab_size)).all()  # a bad row's token means nothing, but is a token
+
+
+@pytest.mark.parametrize("vocab_size", [5, 300, 8200])
+def test_a_row_of_nan_gives_a_token(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device compares in pairs, where the interpreter asks NumPy, which knows NaN; so it is made to do the same."""
+
+    def in_pairs(self: ReduceOps, pair: Sequence[tl.tensor]) -> tuple[tl.tensor, tl.tensor]:
+        values, places = (each.handle.data for each in pair)
+        while len(values) > 1:
+            (left, right), (first, second) = np.split(values, 2), np.split(places, 2)
+            wins = (left > right) | ((left == right) & (first < second))
+            values, places = np.where(wins, left, right), np.where(wins, first, second)
+        return self.to_tensor(values[0], pair[0].dtype), self.to_tensor(places[0], pair[1].dtype)
+
+    ordinary = ReduceOps.apply_impl
+
+    def apply(self: ReduceOps, given: Any) -> Any:
+        return in_pairs(self, given) if len(given) == 2 else ordinary(self, given)
+
+    monkeypatch.setattr(ReduceOps, "apply_impl", apply)
+    logits = torch.randn((6, vocab_size), generator=torch.Generator().manual_seed(2))
+    healthy = largest_logits(logits[5:])
+    logits[0] = torch.nan
+    logits[1, -1] = torch.nan
+    logits[2, 0] = torch.nan
+    logits[3, vocab_size // 2 :] = torch.nan
+    logits[4] = torch.tensor([torch.nan, -torch.inf]).repeat(vocab_size)[:vocab_size]
+    top, tokens = largest_logits_triton(logits)
+    assert top[:5].isnan().all()
+    assert ((tokens >= 0) & (tokens < vocab_size)).all()
+    assert (top[5:].equal(healthy[0]), tokens[5:].equal(healthy[1])) == (True, True)
 
 
 def test_keep() -> None:

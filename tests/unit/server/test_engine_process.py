@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,11 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert not list(place.iterdir())
 
 
+def children_since(earlier: Collection[psutil.Process]) -> list[psutil.Process]:
+    """Child processes of this one that live and were not there before: servers that tests share are."""
+    return [each for each in psutil.Process().children() if each not in earlier and not is_gone(each.pid)]
+
+
 async def started(folder: Path, config: EngineConfig = CONFIG, **options: Any) -> ServedModelClient:
     async with asyncio.timeout(60):
         return await ServedModelClient.start(folder, config, **options)
@@ -83,11 +88,12 @@ class KillAt:
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
+        self._earlier = psutil.Process().children()
         self.pid = 0
 
     def stage(self, name: str) -> None:
         if name == self._stage:
-            [child] = [each for each in psutil.Process().children() if "engine_process" in " ".join(each.cmdline())]
+            [child] = children_since(self._earlier)
             self.pid = child.pid
             os.kill(child.pid, signal.SIGKILL)
 
@@ -268,11 +274,12 @@ def test_a_cut_lifeline_ends_the_engine(folder: Path, loads: bool) -> None:
 
 def test_stop_signals_are_the_parents_business(folder: Path) -> None:
     async def everything() -> None:
+        earlier = psutil.Process().children()
         starting = asyncio.create_task(started(folder))
         children: list[psutil.Process] = []
         while not children:
             await asyncio.sleep(0)
-            children = [each for each in psutil.Process().children() if not is_gone(each.pid)]
+            children = children_since(earlier)
         for _ in range(100):  # from its first moment on
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(children[0].pid, number)
@@ -311,9 +318,10 @@ def test_a_missing_tokenizer_fails_the_start_and_ends_the_engine(tmp_path: Path)
 
 def test_a_cancelled_start_leaves_nothing(folder: Path) -> None:
     async def everything() -> None:
+        earlier = psutil.Process().children()
         starting = asyncio.create_task(started(folder))
         await asyncio.sleep(0.5)
-        [child] = [each for each in psutil.Process().children() if not is_gone(each.pid)]
+        [child] = children_since(earlier)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting

@@ -33,6 +33,13 @@ BAD_BODIES: list[tuple[str, str, bytes, str | None]] = [
     ("a long integer", TEXT, b'{"prompt": "L", "seed": 1' + b"0" * 6000 + b"}", None),
     ("beyond 64 bits", TEXT, b'{"prompt": "L", "seed": 99999999999999999999999}', "seed"),
     ("huge top_k", TEXT, b'{"prompt": "L", "max_tokens": -99999999999999999999999}', "max_tokens"),
+    ("max_tokens beyond 64 bits and not whole", TEXT, b'{"prompt": "L", "max_tokens": 1e30}', "max_tokens"),
+    (
+        "beyond a float in a template's variable",
+        CHAT,
+        b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": [1e999]}}',
+        "chat_template_kwargs.a[0]",
+    ),
     ("deep", TEXT, b'{"prompt": ' + DEEP + b"}", None),
     ("deeper than the parser", TEXT, b'{"prompt": ' + VERY_DEEP, None),
     ("a key twice", TEXT, b'{"prompt": "L", "n": 1, "n": 2}', "n"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ def test_nothing_is_left_behind_when_the_disk_fails(
     with pytest.raises(OSError, match="no space left"):
         save(RECORDING, tmp_path / f"a{suffix}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_may_save_to_one_path_at_once(tmp_path: Path) -> None:
+    path, others = tmp_path / "a.json", tmp_path / "a.json.part"
+    others.write_text("a file of the user's")
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(save, RECORDING, path) for _ in range(40)]:
+            done.result()
+    assert len(numbers(path)["steps"]["rows"]) == 40
+    assert others.read_text() == "a file of the user's"
+    assert {each.name for each in tmp_path.iterdir()} == {"a.json", "a.json.part"}
 
 
 def test_the_numbers_add_up(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from gapless.bench.serving.options import ServingOptions
 
 __all__ = ["serving_report"]
 
+_KEY_FLAG = "--api-key"
+
 
 def serving_report(
     options: ServingOptions, run: ServingRun, figures: Sequence[LevelFigures], targets: LatencyTargets
@@ -32,7 +34,7 @@ def serving_report(
     return {
         "environment": {
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": _command(sys.argv),
             "gapless": gapless.__version__,
             "python": platform.python_version(),
             "client": f"{platform.platform()}, {os.cpu_count()} cores",
@@ -42,6 +44,17 @@ def serving_report(
         "targets": asdict(targets),
         "levels": [asdict(level) | {"records": _records(run)} for level, run in zip(figures, run.levels, strict=True)],
     }
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command line, but for the server's key: reports are kept and shown around."""
+    words = [Path(arguments[0]).name, *arguments[1:]]
+    for place, word in enumerate(words):
+        if word.startswith(f"{_KEY_FLAG}="):
+            words[place] = f"{_KEY_FLAG}=..."
+        elif place and words[place - 1] == _KEY_FLAG:
+            words[place] = "..."
+    return " ".join(words)
 
 
 def _records(run: LevelRun) -> list[dict[str, Any]]:

@@ -99,7 +99,8 @@ class _Reading:
             self.error = error_message(chunk)
         if isinstance(usage := chunk.get("usage"), dict):
             self.usage = usage
-        if any(_has_text(choice) for choice in chunk.get("choices") or ()):
+        choices = chunk.get("choices")
+        if isinstance(choices, list) and any(map(_has_text, choices)):
             self.text_s.append(now_s)
 
 

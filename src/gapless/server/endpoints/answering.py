@@ -8,19 +8,25 @@ aborts all its generations. Belongs to the event loop.
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
-from gapless.errors import EngineDeadError, RequestFailedError
+from gapless.errors import EngineDeadError, RequestError, RequestFailedError
 from gapless.outputs import TokenLogprobsById
 from gapless.prompts import PreparedPrompt
 from gapless.sampling_params import SamplingParams
 from gapless.server.context import ServerContext
 from gapless.server.generation import ChoiceDelta, Generation
 from gapless.server.metrics import GenerationWatch
+from gapless.text.bad_words import bad_word_ids
 
-__all__ = ["Answer", "CollectedChoice", "IndexedDelta"]
+__all__ = ["MAX_IDS_IN_ALL", "MAX_RATED_IN_ALL", "Answer", "CollectedChoice", "IndexedDelta"]
+
+MAX_IDS_IN_ALL: Final = 1 << 20
+"""Most ids that the parameters of a request name, those of each prompt counted."""
+MAX_RATED_IN_ALL: Final = 1 << 20
+"""Most log-probs of prompts in one answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +87,11 @@ class Answer:
             EngineDeadError: the engine has ended.
         """
         client = context.client
+        _check_size(params, prompts)
         params.check_vocabulary(client.vocab_size)
+        if params.bad_words:  # once for all prompts, and not in the event loop
+            words = await asyncio.to_thread(bad_word_ids, params.bad_words, client.tokenizer)
+            params = replace(params, bad_words=words)
         tasks = [asyncio.ensure_future(client.submit(prompt, params, salt=salt)) for prompt in prompts]
         try:
             return cls(context, await asyncio.gather(*tasks))
@@ -166,6 +176,28 @@ class Answer:
 
 
 _Item = tuple[int, list[ChoiceDelta]]
+
+
+def _check_size(params: SamplingParams, prompts: Sequence[PreparedPrompt]) -> None:
+    """A short request must not stand for a large one.
+
+    Each prompt takes its own copy of the parameters to the engine, where 2,000 of 65,000 ids would be a gigabyte, and
+    each choice of a completion gives the log-probs of its prompt again.
+    """
+    num_prompts, num_tokens = len(prompts), sum(len(prompt.token_ids) for prompt in prompts)
+    if params.prompt_logprobs is not None:
+        num_rated = num_tokens * (params.prompt_logprobs + 1) * params.n
+        if num_rated > MAX_RATED_IN_ALL:
+            raise RequestError(
+                f"prompt_logprobs={params.prompt_logprobs} for {num_tokens} tokens and n={params.n} makes {num_rated} "
+                f"log-probs; at most {MAX_RATED_IN_ALL} are allowed: send fewer prompts at once, or ask for fewer"
+            )
+    num_ids = len(params.allowed_token_ids or ()) + len(params.logit_bias or ())
+    if num_ids * num_prompts > MAX_IDS_IN_ALL:
+        raise RequestError(
+            f"allowed_token_ids and logit_bias name {num_ids} ids for each of {num_prompts} prompts; together at most "
+            f"{MAX_IDS_IN_ALL} are allowed: send fewer prompts at once"
+        )
 
 
 async def _merged(

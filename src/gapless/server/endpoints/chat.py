@@ -1,5 +1,6 @@
 """``/v1/chat/completions``: a conversation in, answers out, whole or as a stream. Belongs to the event loop."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -133,10 +134,15 @@ async def _whole(answer: Answer, heading: Heading, tokenizer: Tokenizer, body: C
         }
         if body.service_tier is not None:
             content["service_tier"] = "default"
-        prompt_logprobs = answer.generations[0].prompt_logprobs
-        if body.prompt_logprobs is not None and prompt_logprobs is not None:
-            content["prompt_logprobs"] = prompt_logprobs_by_id(prompt_logprobs)
+        if body.prompt_logprobs is not None:
+            content["prompt_logprobs"] = await asyncio.to_thread(_prompt_logprobs, answer)
         return content
+
+
+def _prompt_logprobs(answer: Answer) -> Any:
+    """Those of a long prompt take long to write."""
+    found = answer.generations[0].prompt_logprobs
+    return None if found is None else prompt_logprobs_by_id(found)
 
 
 async def _events(

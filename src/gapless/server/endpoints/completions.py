@@ -1,11 +1,13 @@
 """``/v1/completions``: prompts in, continuations out, whole or as a stream. Belongs to the event loop."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
+from gapless.errors import RequestError
 from gapless.outputs import TokenLogprobsById
 from gapless.prompts import PreparedPrompt
 from gapless.sampling_params import SamplingParams
@@ -31,6 +33,7 @@ from gapless.text.tokenizer import Tokenizer
 
 __all__ = ["completions_router"]
 
+MAX_ECHOED_CHARACTERS: Final = 1 << 24
 _DEFAULT_MAX_TOKENS = 16
 _OK = {
     "model": Completion,
@@ -101,6 +104,11 @@ async def _start(body: CompletionRequest, context: ServerContext, params: Sampli
         add_special_tokens=body.add_special_tokens is not False,
         max_model_len=client.max_model_len,
     )
+    num_echoed = sum(len(each.text or each.token_ids) for each in prompts) * params.n if body.echo else 0
+    if num_echoed > MAX_ECHOED_CHARACTERS:
+        raise RequestError(
+            f"echo would repeat {num_echoed} characters, with n={params.n}; at most {MAX_ECHOED_CHARACTERS} are allowed"
+        )
     return await Answer.start(context, [salted(each, body) for each in prompts], params, salt=salt_of(request))
 
 
@@ -120,9 +128,15 @@ class _Writer:
         """The answer at its end."""
         async with self._answer:
             choices = await self._answer.collect()
+            # Log-probs of long prompts take long to write.
+            written = (
+                await asyncio.to_thread(lambda: [self._choice(choice) for choice in choices])
+                if self._answer.params.prompt_logprobs is not None
+                else [self._choice(choice) for choice in choices]
+            )
             return {
                 **self._heading.fields("text_completion"),
-                "choices": [self._choice(choice) for choice in choices],
+                "choices": written,
                 "usage": self._answer.usage(),
             }
 
@@ -135,7 +149,7 @@ class _Writer:
             for each in batch:
                 if self._body.echo and each.index not in opened:
                     opened.add(each.index)
-                    written += frame.chunk(self._opening(each))
+                    written += frame.chunk(await asyncio.to_thread(self._opening, each))
                 written += self._chunk(each, frame)
             if written:
                 yield written

@@ -104,12 +104,10 @@ async def completion_prompts(
         RequestError: naming the item.
         PromptTooLongError: one is longer than the context; naming it and both lengths.
     """
-    items, fields = _prompt_items(prompt)
-    if len(items) * n > MAX_CHOICES_IN_ALL:
-        raise RequestError(
-            f"prompt has {len(items)} items, which makes {len(items) * n} choices with n={n}; "
-            f"at most {MAX_CHOICES_IN_ALL} are allowed"
-        )
+    items, fields = _prompt_items(prompt, n)
+    for item, field in zip(items, fields, strict=True):
+        if isinstance(item, list):  # before each of a million ids is looked at
+            _check_length(item, max_model_len, field)
 
     def prepare() -> list[PreparedPrompt]:
         return [
@@ -133,14 +131,19 @@ def _check_length(token_ids: Sequence[int], max_model_len: int, field: str) -> N
 
 
 def _num_characters(messages: Sequence[Any]) -> int:
-    """About how much text a conversation has; it has not been checked yet."""
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return sum(len(text) for text in texts if isinstance(text, str))
+    """About how much text a conversation has, counted until it is long; it has not been checked yet."""
+    total = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else (content,):
+            text = part.get("text") if isinstance(part, dict) else part
+            total += 1 + (len(text) if isinstance(text, str) else 0)
+            if total > _LONG_CONVERSATION:
+                return total
+    return total
 
 
-def _prompt_items(prompt: object) -> tuple[list[Any], list[str]]:
+def _prompt_items(prompt: object, n: int) -> tuple[list[Any], list[str]]:
     """The prompts, each a text or a list, and what to call them."""
     if isinstance(prompt, str):
         return [prompt], ["prompt"]
@@ -152,6 +155,11 @@ def _prompt_items(prompt: object) -> tuple[list[Any], list[str]]:
         raise RequestError("prompt is an empty list; give at least one prompt")
     if not isinstance(prompt[0], str | list):
         return [prompt], ["prompt"]
+    if len(prompt) * n > MAX_CHOICES_IN_ALL:
+        raise RequestError(
+            f"prompt has {len(prompt)} items, which makes {len(prompt) * n} choices with n={n}; "
+            f"at most {MAX_CHOICES_IN_ALL} are allowed"
+        )
     kind = type(prompt[0])
     for index, item in enumerate(prompt):
         if not isinstance(item, kind):

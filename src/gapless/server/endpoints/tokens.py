@@ -1,6 +1,7 @@
 """``/tokenize`` and ``/detokenize``: the ids that a request would have, the text of ids. Belongs to the event loop."""
 
 import asyncio
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 
@@ -11,6 +12,7 @@ from gapless.server.endpoints.requests import TEMPLATE_NAMES, checked_model, nam
 from gapless.server.error_bodies import error_responses
 from gapless.server.json_bodies import StrictJsonRoute
 from gapless.server.protocol.models import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from gapless.text.tokenizer import Tokenizer
 from gapless.text.validation import check_token_ids
 
 __all__ = ["tokens_router"]
@@ -28,12 +30,12 @@ def tokens_router(context: ServerContext, prompter: ChatPrompter) -> APIRouter:
         checked_model(context, body.model)
         with naming(body, **TEMPLATE_NAMES):
             ids = await _ids(body, context, prompter)
-        texts = [client.tokenizer.token_bytes(each).decode(errors="replace") for each in ids]
+        texts = await asyncio.to_thread(_texts, ids, client.tokenizer) if body.return_token_strs else None
         return Tokenized(
             count=len(ids),
             max_model_len=client.max_model_len,
             tokens=ids,
-            token_strs=texts if body.return_token_strs else None,
+            token_strs=texts,
         )
 
     @router.post("/detokenize", summary="Decode token ids", responses=_ERRORS)
@@ -48,6 +50,10 @@ def tokens_router(context: ServerContext, prompter: ChatPrompter) -> APIRouter:
             return Detokenized(prompt=await asyncio.to_thread(decode))
 
     return router
+
+
+def _texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.token_bytes(each).decode(errors="replace") for each in ids]
 
 
 async def _ids(body: TokenizeRequest, context: ServerContext, prompter: ChatPrompter) -> list[int]:

@@ -8,7 +8,7 @@ Immutable values: any thread may use them.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
@@ -17,6 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 from gapless.errors import shown
 
 __all__ = [
+    "AtMost",
     "JsonList",
     "JsonObject",
     "LogitBias",
@@ -63,6 +64,23 @@ class Only:
             return value
         others = ", ".join(shown(known) for known in self._values[1:])
         raise ValueError(f"{shown(value)} is not supported{self._because}" + (f"; use {others}" if others else ""))
+
+
+class AtMost:
+    """Bounds a list. The first wrong item ends the check: an error for each of a million would hold up every stream.
+
+    Args:
+        length: most items.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The list's, with the bound."""
+        schema: dict[str, Any] = {**handler(source), "max_length": self._length, "fail_fast": True}
+        assert schema["type"] == "list"
+        return cast(CoreSchema, schema)
 
 
 def _described(schema: Mapping[str, Any]) -> WithJsonSchema:

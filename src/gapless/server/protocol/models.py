@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from gapless.server.protocol.chat import Messages
-from gapless.server.protocol.fields import JsonObject, ModelName, RequestModel
+from gapless.server.protocol.fields import AtMost, JsonObject, ModelName, RequestModel
 
 __all__ = [
     "DetokenizeRequest",
@@ -60,7 +60,7 @@ class DetokenizeRequest(RequestModel):
     """Token ids to be decoded."""
 
     model: ModelName = None
-    tokens: Annotated[list[int], Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})]
+    tokens: Annotated[list[int], Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}}), AtMost(1 << 20)]
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out; false by default.")
 
 

@@ -6,6 +6,7 @@ from pydantic import BaseModel, Field, WithJsonSchema
 
 from gapless.server.protocol.chat import TextFormat, TokenLogprob
 from gapless.server.protocol.fields import (
+    AtMost,
     JsonList,
     JsonObject,
     Metadata,
@@ -90,7 +91,7 @@ class ResponseRequest(SamplingFields):
     max_output_tokens: int | None = Field(
         None, json_schema_extra={"minimum": 0}, description="The rest of the context by default."
     )
-    include: list[Annotated[Any, Only(LOGPROBS_INCLUDE)]] | None = None
+    include: Annotated[list[Annotated[Any, Only(LOGPROBS_INCLUDE)]], AtMost(16)] | None = None
     top_logprobs: int | None = Field(
         None, json_schema_extra={"minimum": 0, "maximum": 20}, description=f"Only with `{LOGPROBS_INCLUDE}` included."
     )

@@ -10,13 +10,18 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from gapless.errors import RequestError, shown
-from gapless.sampling_params import SamplingParams
-from gapless.server.protocol.fields import LogitBias, RequestModel, StopStrings
+from gapless.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from gapless.server.protocol.fields import AtMost, LogitBias, RequestModel, StopStrings
 
 __all__ = ["MAX_CHOICES_OF_A_REQUEST", "SamplingFields", "ScoringFields", "sampling_params"]
 
 MAX_CHOICES_OF_A_REQUEST: Final = 128
 _TokenId = Annotated[int, Field(json_schema_extra={"minimum": 0})]
+# The work before a request is queued is bounded by these: the checks run in the event loop, for each prompt.
+_MAX_ALLOWED_IDS: Final = 65_536
+_MAX_WORDS: Final = 1024
+_MAX_WORD_CHARACTERS: Final = 256
+_Word = Annotated[str, Field(max_length=_MAX_WORD_CHARACTERS)]
 
 
 class SamplingFields(RequestModel):
@@ -30,15 +35,19 @@ class SamplingFields(RequestModel):
     frequency_penalty: float | None = Field(None, json_schema_extra={"minimum": -2, "maximum": 2})
     repetition_penalty: float | None = Field(None, json_schema_extra={"minimum": 1e-6, "maximum": 1e6})
     logit_bias: LogitBias | None = None
-    allowed_token_ids: list[_TokenId] | None = Field(
+    allowed_token_ids: Annotated[list[_TokenId], AtMost(_MAX_ALLOWED_IDS)] | None = Field(
         None, json_schema_extra={"minItems": 1}, description="No other id is ever sampled."
     )
-    bad_words: list[str] | None = Field(None, description="Words that may not come up.")
+    bad_words: Annotated[list[_Word], AtMost(_MAX_WORDS)] | None = Field(
+        None, description="Words that may not come up."
+    )
     seed: int | None = Field(None, json_schema_extra={"minimum": -(2**63), "maximum": 2**63 - 1})
     min_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
     stop: StopStrings = Field(None, description="Strings that end the text; they are not part of it.")
     include_stop_str_in_output: bool | None = None
-    stop_token_ids: list[_TokenId] | None = Field(None, description="At most 64.")
+    stop_token_ids: Annotated[list[_TokenId], AtMost(MAX_STOP_TOKEN_IDS)] | None = Field(
+        None, description=f"At most {MAX_STOP_TOKEN_IDS}."
+    )
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; true by default.")
     cache_salt: str | None = Field(

@@ -65,6 +65,22 @@ def test_a_sweep_of_concurrency_writes_table_file_and_picture(tmp_path: Path) ->
     assert all(word in drawn for word in ("Throughput", "Time to first token", "Time between tokens", "Goodput"))
 
 
+@pytest.mark.parametrize("key", [["--api-key", "sk-secret"], ["--api-key=sk-secret"]])
+def test_a_report_does_not_tell_the_key(key: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tmp_path / "r.json"
+    with serving_in_a_thread(healthy) as server:
+        options = ["--url", server.url, "--concurrency", "1", "--requests", "1", "--new-tokens", "2", *key]
+        options += ["--json", str(report)]
+        monkeypatch.setattr("sys.argv", ["/somewhere/gapless", "bench", "serve", *options])
+        done = call(*options)
+        assert all(request.headers["authorization"] == "Bearer sk-secret" for request in server.received)
+    assert done.exit_code == 0, done.stderr
+    assert "sk-secret" not in report.read_text()
+    command = json.loads(report.read_text())["environment"]["command"]
+    assert command.startswith(f"gapless bench serve --url {server.url} ")
+    assert "--api-key" in command
+
+
 def test_a_rate_with_prompts_of_a_file_goes_to_chat(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}\n')

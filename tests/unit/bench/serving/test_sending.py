@@ -124,6 +124,18 @@ def test_answers_that_are_not_whole_are_failures(handler: Handler, failure: str,
     assert len(record.text_s) == 1
 
 
+@pytest.mark.parametrize("choices", ["5", "true", '{"text": "x"}', '["x", 5]'])
+def test_choices_that_are_none_are_no_text(choices: str) -> None:
+    async def handler(request: Received, answer: Answer) -> None:
+        await answer.begin_stream()
+        await answer.event(f'{{"choices": {choices}}}')
+        await answer.event("[DONE]")
+        await answer.end_stream()
+
+    record = record_of(handler)
+    assert (record.failure, record.text_s, record.output_tokens) == (None, (), 0)
+
+
 def test_a_silent_server_runs_into_the_timeout() -> None:
     async def handler(request: Received, answer: Answer) -> None:
         await _one_token(answer)
