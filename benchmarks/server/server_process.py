@@ -21,7 +21,7 @@ from typing import Self
 
 import psutil
 
-from gapless.bench.serving.http_client import HttpClient, Origin
+from gapless.bench.serving.http_client import HttpClient, HttpError, Origin
 
 SERVE = [sys.executable, "-c", "from gapless.cli.main import main; main()", "serve"]
 _READY_WITHIN_S = 1200.0
@@ -109,7 +109,7 @@ class ServerProcess:
             async with HttpClient(self.origin) as client, client.request("GET", "/ready") as response:
                 await response.body()
                 return response.status == 200
-        except OSError:
+        except (OSError, HttpError):
             return False
 
     def end(self, timeout_s: float = 60.0) -> int:
