@@ -1,6 +1,7 @@
 """From requests to prompts over HTTP: BOS, templates, empty and long prompts, whose defaults count."""
 
 import asyncio
+import cProfile
 import threading
 import time
 from typing import Any
@@ -205,6 +206,25 @@ async def _a_template_that_writes_too_much_is_refused() -> None:
         await prompter.prepare(
             user("x" * 10), add_generation_prompt=True, continue_final_message=False, template_variables=None
         )
+
+
+@pytest.mark.timeout(30)
+def test_a_profiler_works_after_work_with_a_limit() -> None:
+    threads = LimitedThreads(num_threads=1, limit_s=0.2)
+
+    def without_end() -> None:
+        while True:
+            pass
+
+    async def both() -> int:
+        with pytest.raises(TimeoutError):
+            await threads.run(without_end)
+        return await threads.run(lambda: 5)
+
+    assert asyncio.run(both()) == 5
+    profiler = cProfile.Profile()
+    assert profiler.runcall(lambda: sum(range(3))) == 3
+    assert profiler.getstats()
 
 
 def test_work_that_was_given_up_ends() -> None:
