@@ -274,7 +274,7 @@ def test_c63_crowds_leave_nothing_behind(served: ClientInLoop) -> None:
         await asyncio.gather(*(one(index) for index in range(size)))
         await until(served.client, is_idle)
 
-    served.run(crowd(300, "warm-up"))
+    served.run(crowd(500, "warm-up"))
     gc.collect()
     before = [(process.num_fds(), process.num_threads(), _own_kilobytes(process)) for process in processes]
     for round_ in range(3):
