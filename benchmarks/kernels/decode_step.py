@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from paged_attention import read_bandwidth
 
+from gapless.bench.report import environment
 from gapless.config import EngineConfig
 from gapless.engine.assembly import make_device_step
 from gapless.engine.device_kernels import device_kernels
@@ -30,6 +30,7 @@ from gapless.pipeline.batch import ScheduledBatch, idle_decode_batch
 from gapless.pipeline.graphs import CudaRecorder, GraphedStep
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.cuda import CudaQueues
+from gapless.timeline.roofline import measure_read_bandwidth
 
 BLOCK_SIZE = 16
 
@@ -156,7 +157,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step")
     parser.add_argument("--json", type=Path, help="where every result is written")
     options = parser.parse_args()
-    bytes_per_s = read_bandwidth(10)
+    bytes_per_s = measure_read_bandwidth(torch.device("cuda", 0))
     bench = Bench(options.preset, max_context=max(options.context))
     results = []
     for context in options.context:
@@ -174,8 +175,8 @@ def main() -> None:
             for row in kernels:
                 print("   {per_step:6.1f} x {median_us:8.2f} us = {step_us:9.1f} us  {kernel}".format(**row))
     if options.json:
-        environment = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "read_bytes_s": bytes_per_s}
-        options.json.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+        found = {"environment": environment(bench.device), "read_bytes_s": bytes_per_s, "results": results}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,40 +8,68 @@ time of one. The share of the read bandwidth counts bytes read and written once;
 
 import argparse
 import json
-import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import triton
-from paged_attention import graph_time_s, read_bandwidth
+from paged_attention import graph_time_s
 
-from gapless.kernels.layer_ops import TritonOps
-from gapless.layers.ops import LayerOps, TorchOps
+from gapless.bench.report import environment
+from gapless.kernels import elementwise
+from gapless.kernels.dependent_launch import has_dependent_launch
+from gapless.layers import ops as plain
+from gapless.layers.activation import silu_and_mul
+from gapless.layers.ops import Residual
 from gapless.layers.rope import Rotation
+from gapless.timeline.roofline import measure_read_bandwidth
 
 HIDDEN, MLP, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DTYPE = 4096, 14336, 32, 8, 128, torch.bfloat16
 LAYERS = 32
+EPS = 1e-5
 
 
-def cases(num_tokens: int) -> dict[str, tuple[int, Callable[[LayerOps], object]]]:
-    """Each operation's bytes, and a call of it."""
-    hidden, delta = torch.randn((2, num_tokens, HIDDEN), device="cuda").to(DTYPE)
-    weight = torch.ones(HIDDEN, dtype=DTYPE, device="cuda")
-    qkv = torch.randn((num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM), device="cuda").to(DTYPE)
-    angles = torch.rand((num_tokens, 1, HEAD_DIM), device="cuda")
-    rotation = Rotation(cos=angles.cos(), sin=angles.sin())
-    cache = torch.zeros((2, 65536, NUM_KV_HEADS, HEAD_DIM), dtype=DTYPE, device="cuda")
-    slots = torch.randperm(65536, device="cuda")[:num_tokens]
-    gate_up = torch.randn((num_tokens, 2 * MLP), device="cuda").to(DTYPE)
-    return {
-        "add_rms_norm": (4 * hidden.nbytes, lambda ops: ops.add_rms_norm(hidden, delta, weight, 1e-5)),
-        "rotate_and_write": (
-            2 * qkv.nbytes,
-            lambda ops: ops.rotate_and_write(qkv, None, 1e-5, rotation, cache[0], cache[1], slots),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One operation in both forms, and the bytes that it reads and writes."""
+
+    name: str
+    num_bytes: int
+    triton: Callable[[], object]
+    torch: Callable[[], object]
+
+
+def operations(num_tokens: int, device: torch.device) -> list[Operation]:
+    """All three, over inputs of their own."""
+    early = has_dependent_launch(device)
+    hidden, delta = torch.randn((2, num_tokens, HIDDEN), device=device).to(DTYPE)
+    residual, weight = Residual(hidden, delta), torch.ones(HIDDEN, dtype=DTYPE, device=device)
+    qkv = torch.randn((num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM), device=device).to(DTYPE)
+    angles = torch.rand((num_tokens, 1, HEAD_DIM), device=device)
+    cache = torch.zeros((2, 65536, NUM_KV_HEADS, HEAD_DIM), dtype=DTYPE, device=device)
+    slots = torch.randperm(65536, device=device)[:num_tokens]
+    rest = (None, EPS, Rotation(cos=angles.cos(), sin=angles.sin()), cache[0], cache[1], slots)
+    gate_up = torch.randn((num_tokens, 2 * MLP), device=device).to(DTYPE)
+    return [
+        Operation(
+            name="add_rms_norm",
+            num_bytes=4 * hidden.nbytes,
+            triton=lambda: elementwise.add_rms_norm(residual, weight, EPS, dependent=early),
+            torch=lambda: plain.add_rms_norm(residual, weight, EPS),
         ),
-        "silu_and_mul": (gate_up.nbytes * 3 // 2, lambda ops: ops.silu_and_mul(gate_up)),
-    }
+        Operation(
+            name="rotate_and_write",
+            num_bytes=2 * qkv.nbytes,
+            triton=lambda: elementwise.rotate_and_write(qkv[None], *rest, dependent=early),
+            torch=lambda: plain.rotate_and_write(qkv, *rest),
+        ),
+        Operation(
+            name="silu_and_mul",
+            num_bytes=gate_up.nbytes * 3 // 2,
+            triton=lambda: elementwise.silu_and_mul(gate_up, dependent=early),
+            torch=lambda: silu_and_mul(gate_up),
+        ),
+    ]
 
 
 def main() -> None:
@@ -51,31 +79,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path, help="where every result is written")
     options = parser.parse_args()
-    bandwidth = read_bandwidth(options.repeats)
+    device = torch.device("cuda", 0)
+    bandwidth = measure_read_bandwidth(device)
     results = []
     for num_tokens in options.tokens:
-        for name, (num_bytes, call) in cases(num_tokens).items():
-            row: dict[str, object] = {"operation": name, "tokens": num_tokens}
-            for form, ops in (("triton", TritonOps()), ("torch", TorchOps())):
+        for operation in operations(num_tokens, device):
+            row: dict[str, object] = {"operation": operation.name, "tokens": num_tokens}
+            for form, call in (("triton", operation.triton), ("torch", operation.torch)):
 
-                def run(ops: LayerOps = ops, call: Callable[[LayerOps], object] = call) -> None:
+                def run(call: Callable[[], object] = call) -> None:
                     for _ in range(LAYERS):
-                        call(ops)
+                        call()
 
                 seconds = graph_time_s(run, repeats=options.repeats) / LAYERS
                 row[f"{form}_us"] = round(seconds * 1e6, 2)
-                row[f"{form}_share_of_read_bandwidth"] = round(num_bytes / seconds / bandwidth, 3)
+                row[f"{form}_share_of_read_bandwidth"] = round(operation.num_bytes / seconds / bandwidth, 3)
             results.append(row)
             print(json.dumps(row), flush=True)
     if options.json:
-        environment = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-            "read_tb_s": bandwidth / 1e12,
-        }
-        options.json.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+        found = {"environment": environment(device), "read_tb_s": bandwidth / 1e12, "results": results}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ agrees with the fp32 reference. ``--quick`` times the default settings alone.
 
 import argparse
 import json
-import platform
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gapless.bench.report import environment
 from gapless.kernels.dependent_launch import has_dependent_launch
 from gapless.kernels.paged_attention import (
     TileShape,
@@ -29,6 +29,7 @@ from gapless.kernels.paged_attention import (
     paged_attention_reference,
 )
 from gapless.layers.forward_inputs import ForwardInputs
+from gapless.timeline.roofline import measure_read_bandwidth
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
 MAX_LAYERS = 32
@@ -191,12 +192,6 @@ def graph_time_s(run: Callable[[], None], *, repeats: int) -> float:
     return statistics.median(times)
 
 
-def read_bandwidth(repeats: int) -> float:
-    """Bytes a second of the best plain read on this device: the sum of 4 GiB."""
-    data = torch.zeros(1 << 30, dtype=torch.float32, device="cuda")
-    return data.nbytes / graph_time_s(lambda: data.sum(), repeats=repeats)
-
-
 def time_setting(
     case: Case, problem: Problem, block_size: int, tile: TileShape, programs: int, bandwidth: float, repeats: int
 ) -> dict[str, object]:
@@ -252,7 +247,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where every result is written")
     options = parser.parse_args()
     torch.manual_seed(0)
-    bandwidth = read_bandwidth(options.repeats)
+    bandwidth = measure_read_bandwidth(torch.device("cuda", 0))
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, triton {triton.__version__}: reads {bandwidth / 1e12:.2f} TB/s")
     results = []
@@ -273,9 +268,8 @@ def main() -> None:
                 print(describe(result), flush=True)
             results += timed
     if options.json:
-        environment = {"device": device, "torch": torch.__version__, "triton": triton.__version__}
-        environment |= {"python": platform.python_version(), "read_tb_s": bandwidth / 1e12}
-        options.json.write_text(json.dumps({"environment": environment, "results": results}, indent=1))
+        found = {"environment": environment(torch.device("cuda", 0)), "read_tb_s": bandwidth / 1e12, "results": results}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

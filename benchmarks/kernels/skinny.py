@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import triton
-from paged_attention import graph_time_s, read_bandwidth
+from paged_attention import graph_time_s
 from torch import Tensor
 
+from gapless.bench.report import environment
 from gapless.kernels.dependent_launch import has_dependent_launch
 from gapless.kernels.layer_ops import TritonOps
 from gapless.kernels.skinny import SkinnyTile
@@ -31,6 +32,7 @@ from gapless.layers.ops import PreparedNorm, Residual
 from gapless.layers.rope import Rotation
 from gapless.model.checkpoint.presets import open_preset
 from gapless.model.spec import ModelSpec
+from gapless.timeline.roofline import measure_read_bandwidth
 
 DTYPE = torch.bfloat16
 COPIES_BYTES = 1 << 30
@@ -249,16 +251,17 @@ def main() -> None:
     workers = [subprocess.Popen([*command, "--compile-part", str(part)]) for part in range(options.jobs)]
     for worker in workers:
         worker.wait()
-    bandwidth = read_bandwidth(options.repeats)
+    bandwidth = measure_read_bandwidth(torch.device("cuda", 0))
     winners, results = tune(spec, chosen, options.tokens, options.repeats, bandwidth)
     name = torch.cuda.get_device_name()
-    environment = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
-    environment["read_tb_s"] = round(bandwidth / 1e12, 3)
+    measured_on = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
+    measured_on["read_tb_s"] = round(bandwidth / 1e12, 3)
     if options.write:
-        TunedTable(dict(TunedTable.for_device(name).tiles) | winners).write(table_path(name), environment)
+        TunedTable(dict(TunedTable.for_device(name).tiles) | winners).write(table_path(name), measured_on)
         print(f"wrote {table_path(name).name}")
     if options.json:
-        options.json.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+        found = {"environment": environment(torch.device("cuda", 0)) | measured_on, "results": results}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

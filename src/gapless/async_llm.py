@@ -192,7 +192,7 @@ class AsyncLLM(ServedModel):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; options as for :meth:`gapless.LLM.chat`, the rest as for :meth:`generate`."""
         return self._stream(
-            lambda: self._prepare_chat(
+            lambda: self._text.prepare_chat(
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -227,7 +227,7 @@ class AsyncLLM(ServedModel):
         """Prepare a prompt (a long one in a thread), run it, and abort it if this generator ends first."""
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, not {type(request_id).__name__}")
-        [params] = self._params_list(sampling_params, 1)
+        [params] = self._text.params_list(sampling_params, 1)
         engine = self._engine
         prompt = await asyncio.to_thread(prepare) if is_long else prepare()
         stream = _Stream()

@@ -194,7 +194,7 @@ class LLM(ServedModel):
         """
 
         def prepare(conversation: Any) -> PreparedPrompt:
-            return self._prepare_chat(
+            return self._text.prepare_chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -226,7 +226,7 @@ class LLM(ServedModel):
         name: str | None,
     ) -> list[RequestOutput]:
         """Run prepared prompts; ``name`` is what a list of them is called in messages."""
-        params = self._params_list(sampling_params, len(prompts))
+        params = self._text.params_list(sampling_params, len(prompts))
         if not prompts:
             return []
         requests = [

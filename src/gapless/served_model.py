@@ -141,14 +141,14 @@ class TextSide:
         template_variables: Mapping[str, JsonValue] | None,
     ) -> PreparedPrompt:
         """Render and tokenise a chat; see :meth:`gapless.text.tokenizer.Tokenizer.encode_chat`."""
-        how: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            "template_variables": template_variables,
-        }
-        token_ids = self.tokenizer.encode_chat(messages, **how)
-        return PreparedPrompt(text=self.tokenizer.render_chat(messages, **how), token_ids=token_ids)
+        chat = self.tokenizer.rendered_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_variables=template_variables,
+        )
+        return PreparedPrompt(token_ids=chat.token_ids(), text=chat.text())
 
 
 class ServedModel:
@@ -273,29 +273,9 @@ class ServedModel:
             raise EngineDeadError("the engine was closed: make a new object")
         return built.engine
 
-    def _params_list(self, given: object, num_prompts: int) -> list[SamplingParams]:
-        return self._text.params_list(given, num_prompts)
-
     def _engine_request(self, prompt: PreparedPrompt, params: SamplingParams, *, streams: bool) -> EngineRequest:
         request = self._text.engine_request(prompt, params, streams=streams)
         return replace(request, make_stop_check=self._text.stop_check_maker(params))
-
-    def _prepare_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        tools: Sequence[JsonValue] | None,
-        template_variables: Mapping[str, JsonValue] | None,
-    ) -> PreparedPrompt:
-        return self._text.prepare_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            template_variables=template_variables,
-        )
 
 
 def _end(engine: Engine) -> None:

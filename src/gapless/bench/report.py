@@ -27,6 +27,7 @@ from gapless.bench.summary import summaries
 from gapless.bench.verdict import tokens_verdict, verdict
 from gapless.config import EngineConfig
 from gapless.errors import ConfigError
+from gapless.whole_files import write_whole
 
 __all__ = ["check_writable", "comparison_report", "environment", "growth_report", "write_report"]
 
@@ -118,21 +119,10 @@ def growth_report(growth: Growth, device: torch.device) -> dict[str, Any]:
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write a report as JSON, a file whole or not at all; lists of numbers take one line each.
-
-    What is no file (a pipe, ``/dev/null``) is written to as it is.
-    """
+    """Write a report as JSON, a file whole or not at all; lists of numbers take one line each."""
     text = json.dumps(_rounded(report), indent=1, ensure_ascii=False)
     text = _NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text)
-    if path.exists() and not path.is_file():
-        path.write_text(text + "\n", encoding="utf-8")
-        return
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(path, lambda part: part.write_text(text + "\n", encoding="utf-8"))
 
 
 def _config(config: EngineConfig) -> dict[str, Any]:

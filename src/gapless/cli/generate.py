@@ -29,6 +29,7 @@ from gapless.cli.options import (
 from gapless.cli.start import started
 from gapless.errors import RequestError
 from gapless.outputs import CompletionOutput, RequestOutput
+from gapless.whole_files import write_whole
 
 if TYPE_CHECKING:
     from gapless.llm import LLM
@@ -89,7 +90,7 @@ def generate(
         with started(lambda: gapless.LLM, model, options=options, given=given, quiet=quiet) as llm:
             outputs = _run(llm, jobs, chat=chat, quiet=quiet)
         if output_file is not None:
-            _write_file(output_file, _json_lines(jobs, outputs))
+            write_whole(output_file, lambda part: _write_lines(part, _json_lines(jobs, outputs)))
         else:
             _print_answers(jobs, outputs, as_json=as_json)
         failed = [error for error in map(_error_of, outputs) if error is not None]
@@ -119,9 +120,9 @@ def _prompt_of(llm: "LLM", job: Job, *, as_chat: bool) -> "PromptMapping":
     if job.source == "prompt" and not as_chat:
         return {"prompt": job.value}
     messages = job.value if job.source == "messages" else [{"role": "user", "content": job.value}]
-    tokenizer = llm.tokenizer
     try:
-        return {"prompt": tokenizer.render_chat(messages), "prompt_token_ids": tokenizer.encode_chat(messages)}
+        chat = llm.tokenizer.rendered_chat(messages)
+        return {"prompt": chat.text(), "prompt_token_ids": chat.token_ids()}
     except RequestError as error:
         raise InputError(f"{job.place}: {error}") from error
 
@@ -183,13 +184,9 @@ def _json_line(job: Job, output: RequestOutput, completion: CompletionOutput) ->
     return json.dumps(record, ensure_ascii=False)
 
 
-def _write_file(path: Path, lines: Iterable[str]) -> None:
-    """Write a file whole or not at all; what is no file (a pipe, ``/dev/null``) is written to as it is."""
-    target = path if path.exists() and not path.is_file() else path.with_name(f"{path.name}.part")
-    with target.open("w", encoding="utf-8") as file:
+def _write_lines(path: Path, lines: Iterable[str]) -> None:
+    with path.open("w", encoding="utf-8") as file:
         file.writelines(line + "\n" for line in lines)
-    if target != path:
-        target.replace(path)
 
 
 def _closing_line(outputs: Sequence[RequestOutput], *, active_share: float | None, preemptions: int) -> str:

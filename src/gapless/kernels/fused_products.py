@@ -22,17 +22,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.kernels.dependent_launch import dependent_launch_options
-from gapless.kernels.skinny import SkinnyTile, padded_tokens
+from gapless.kernels.skinny import SkinnyTile, checked_tokens, tile_sums
 from gapless.layers.ops import PreparedNorm
 
-__all__ = ["MAX_ARRIVALS", "fused_gate", "fused_residual", "norm_scale", "partial_sums", "tokens_of"]
+__all__ = ["MAX_ARRIVALS", "fused_gate", "fused_residual"]
 
 MAX_ARRIVALS = 4096
 """Entries that ``arrivals`` must have: most tiles of a product whose inner axis is split."""
 
 
 @triton.jit
-def norm_scale(squares, num_tokens, eps, SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr):
+def _norm_scale(squares, num_tokens, eps, SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr):
     """``1 / sqrt(mean square + eps)`` of each token, from its ``PARTS`` sums of squares; all are loaded at once."""
     # Called before the product's loop, so that these loads and its first ones are on their way together.
     PADDED: tl.constexpr = triton.next_power_of_2(PARTS)
@@ -68,19 +68,7 @@ def _residual_kernel(
     r = tl.arange(0, BLOCK_N)
     n = tile * BLOCK_N + r
     m = tl.arange(0, TOKENS)
-    k = split * (K // SPLITS) + tl.arange(0, BLOCK_K)
-    x_at = x + tl.minimum(m, num_tokens - 1)[None, :] * K + k[:, None]
-    w_at = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-    if DEPENDENT_LAUNCH:
-        gdc_wait()
-    acc = tl.zeros([BLOCK_N, TOKENS], tl.float32)
-    for _ in range(0, K // SPLITS, BLOCK_K):
-        w = tl.load(w_at, eviction_policy="evict_first")
-        acc = tl.dot(w, tl.load(x_at), acc, input_precision="ieee")
-        w_at += BLOCK_K
-        x_at += BLOCK_K
-    if DEPENDENT_LAUNCH:
-        gdc_launch_dependents()
+    acc = tile_sums(x, weight, n, split, num_tokens, K, TOKENS, BLOCK_N, BLOCK_K, SPLITS, DEPENDENT_LAUNCH)
 
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_N * TOKENS
@@ -134,7 +122,7 @@ def _gate_kernel(
     if DEPENDENT_LAUNCH:
         gdc_wait()
     if NUM_SQUARES > 0:
-        scale = norm_scale(squares, num_tokens, eps, K, TOKENS, NUM_SQUARES)[None, :]
+        scale = _norm_scale(squares, num_tokens, eps, K, TOKENS, NUM_SQUARES)[None, :]
     gate = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     up = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     for _ in range(0, K, BLOCK_K):
@@ -182,7 +170,7 @@ def fused_residual(
     """
     num_tokens, in_features = x.shape
     hidden_size = weight.shape[0]
-    tokens = tokens_of(x, weight, tile)
+    tokens = checked_tokens(x, weight, tile)
     assert hidden.is_contiguous()
     num_tiles = hidden_size // tile.block_n
     assert num_tiles <= MAX_ARRIVALS
@@ -196,7 +184,7 @@ def fused_residual(
         next_norm,
         weighted,
         squares,
-        partial_sums(num_tiles, tile, tokens, x.device),
+        _partial_sums(num_tiles, tile, tokens, x.device),
         arrivals,
         num_tokens,
         N=hidden_size,
@@ -231,7 +219,7 @@ def fused_gate(
     size = weight.shape[0] // 2
     assert tile.splits == 1
     assert size % tile.block_n == 0
-    tokens = tokens_of(x, weight, tile)
+    tokens = checked_tokens(x, weight, tile)
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     _gate_kernel[(size // tile.block_n,)](
         x,
@@ -254,17 +242,7 @@ def fused_gate(
     return out
 
 
-def tokens_of(x: Tensor, weight: Tensor, tile: SkinnyTile) -> int:
-    """Width of the tile that holds the tokens of ``x``, having checked that the product can be done."""
-    tokens = padded_tokens(len(x))
-    assert tokens is not None
-    assert tile.fits(*weight.shape)
-    assert x.is_contiguous()
-    assert weight.is_contiguous()
-    return tokens
-
-
-def partial_sums(num_tiles: int, tile: SkinnyTile, tokens: int, device: torch.device) -> Tensor:
+def _partial_sums(num_tiles: int, tile: SkinnyTile, tokens: int, device: torch.device) -> Tensor:
     """Memory for the partial sums of tiles whose inner axis is split."""
     size = num_tiles * tile.splits * tile.block_n * tokens if tile.splits > 1 else 0
     return torch.empty(size, dtype=torch.float32, device=device)

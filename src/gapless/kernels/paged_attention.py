@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _LOG2_E = 1.4426950408889634
-# Two large decode tiles and what goes with them; Hopper and later datacenter devices have 227 KiB a program.
+# The large decode tile was tried where a program may have 227 KiB, as on Hopper; nobody has on smaller devices.
 _LARGE_SHARED_MEMORY = 160 << 10
 # Elements of one step of the combine: 64 registers a thread at 4 warps.
 _COMBINE_ELEMENTS = 8192
@@ -56,9 +56,10 @@ class TileShape:
 def default_decode_tile(head_dim: int, dtype: torch.dtype, *, shared_memory_bytes: int = 0) -> TileShape:
     """Tiles for decode, which reads K and V once and is bound by bandwidth.
 
-    16 rows are the smallest tensor-core tile. 128 keys of 128 bf16 numbers are 64 KiB of K and V, and three stages keep
-    two such tiles on their way, which is enough for one program to saturate its share of an H200 (32 contexts of 4352:
-    4.0 TB/s, against 3.1 with three programs of 64 keys beside each other). Devices with less shared memory get those.
+    16 rows are the smallest tensor-core tile. 128 keys of 128 bf16 numbers are 64 KiB of K and V; with three stages
+    Triton 3.6 keeps one such tile in 74,240 bytes of shared memory, which is enough for one program to saturate its
+    share of an H200 (32 contexts of 4352: 4.0 TB/s, against 3.1 with three programs of 64 keys beside each other).
+    Devices with less shared memory than was tried get the smaller tiles.
 
     Args:
         head_dim: of K and V.

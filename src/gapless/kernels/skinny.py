@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.kernels.dependent_launch import dependent_launch_options
 
-__all__ = ["MAX_SKINNY_TOKENS", "SkinnyTile", "padded_tokens", "skinny_product"]
+__all__ = ["MAX_SKINNY_TOKENS", "SkinnyTile", "checked_tokens", "padded_tokens", "skinny_product", "tile_sums"]
 
 MAX_SKINNY_TOKENS = 128
 """Most tokens of a skinny product: one tile holds them all."""
@@ -58,13 +58,23 @@ def padded_tokens(num_tokens: int) -> int | None:
     return next((width for width in (16, 32, 64, MAX_SKINNY_TOKENS) if num_tokens <= width), None)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _product_kernel(
+def checked_tokens(x: Tensor, weight: Tensor, tile: SkinnyTile) -> int:
+    """Width of the tile that holds the tokens of ``x``, having checked that the product can be done."""
+    tokens = padded_tokens(len(x))
+    assert tokens is not None
+    assert tile.fits(*weight.shape)
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    return tokens
+
+
+@triton.jit
+def tile_sums(
     x,
     weight,
-    out,
+    n,
+    split,
     num_tokens,
-    N: tl.constexpr,
     K: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -72,8 +82,7 @@ def _product_kernel(
     SPLITS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
+    """Products of the weight's rows ``n: [BLOCK_N]`` over one split of the inner axis, ``[BLOCK_N, TOKENS]``, fp32."""
     m = tl.arange(0, TOKENS)
     k = split * (K // SPLITS) + tl.arange(0, BLOCK_K)
     # Tokens past the last are copies of it: loads without a mask, and nobody stores them.
@@ -90,6 +99,27 @@ def _product_kernel(
         x_at += BLOCK_K
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _product_kernel(
+    x,
+    weight,
+    out,
+    num_tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    acc = tile_sums(x, weight, n, split, num_tokens, K, TOKENS, BLOCK_N, BLOCK_K, SPLITS, DEPENDENT_LAUNCH)
+    m = tl.arange(0, TOKENS)
     at = (split * num_tokens + m).to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=(m < num_tokens)[None, :])
 
@@ -107,11 +137,7 @@ def skinny_product(x: Tensor, weight: Tensor, out: Tensor, tile: SkinnyTile, *, 
     """
     num_tokens, in_features = x.shape
     out_features = weight.shape[0]
-    tokens = padded_tokens(num_tokens)
-    assert tokens is not None
-    assert tile.fits(out_features, in_features)
-    assert x.is_contiguous()
-    assert weight.is_contiguous()
+    tokens = checked_tokens(x, weight, tile)
     assert out.is_contiguous()
     assert out.shape == (tile.splits, num_tokens, out_features)
     _product_kernel[(out_features // tile.block_n, tile.splits)](

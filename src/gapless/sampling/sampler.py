@@ -80,11 +80,6 @@ class Sampled:
     logprobs: DeviceLogprobs | None = None
     full_logprobs: Tensor | None = None
 
-    @property
-    def healthy(self) -> Tensor:
-        """``[num_samples]``, bool: whether the logits were finite."""
-        return self.top.isfinite()
-
 
 Largest: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 

@@ -6,7 +6,7 @@ slow and belongs off an event loop.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gapless.errors import RequestError, shown
@@ -15,7 +15,7 @@ from gapless.text.control_text import ControlTextMask, ControlTexts
 from gapless.text.stream_decoder import StreamDecoder
 from gapless.text.validation import check_text
 
-__all__ = ["SpecialSpan", "Tokenizer"]
+__all__ = ["RenderedChat", "SpecialSpan", "Tokenizer"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +25,19 @@ class SpecialSpan:
     start: int
     end: int
     token_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenderedChat:
+    """A chat that the template has rendered once.
+
+    Attributes:
+        text: makes what :meth:`Tokenizer.render_chat` returns.
+        token_ids: makes what :meth:`Tokenizer.encode_chat` returns.
+    """
+
+    text: Callable[[], str]
+    token_ids: Callable[[], list[int]]
 
 
 class Tokenizer(ABC):
@@ -183,18 +196,46 @@ class Tokenizer(ABC):
 
         Args and errors: as :meth:`render_chat`; also refused is a chat whose ids the model does not have.
         """
+        return self.rendered_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_variables=template_variables,
+        ).token_ids()
+
+    def rendered_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[JsonValue] | None = None,
+        template_variables: Mapping[str, JsonValue] | None = None,
+    ) -> "RenderedChat":
+        """Render a chat for both its text and its ids; args and errors as :meth:`render_chat`."""
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         mask = ControlTextMask(self._control_texts)
         rendered = self._render(
             [{**mask.mask(message), "role": message["role"]} for message in checked_messages(messages)],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            **how,
             tools=mask.mask(_checked_tools(tools)),
             variables=mask.mask(checked_value(template_variables or {}, field="template_variables")),
         )
-        ids = self._encode_masked(rendered, mask) if mask.found else self._encode(rendered, False)
-        if not ids:
-            raise RequestError("the chat template made an empty prompt of messages; give a message with content")
-        return self._known(ids, "messages")
+
+        def token_ids() -> list[int]:
+            ids = self._encode_masked(rendered, mask) if mask.found else self._encode(rendered, False)
+            if not ids:
+                raise RequestError("the chat template made an empty prompt of messages; give a message with content")
+            return self._known(ids, "messages")
+
+        def text() -> str:
+            if not mask.found:
+                return rendered
+            # A template may look at what a message holds, so the plain text is rendered from the plain messages.
+            return self.render_chat(messages, **how, tools=tools, template_variables=template_variables)
+
+        return RenderedChat(text=text, token_ids=token_ids)
 
     @abstractmethod
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -6,20 +6,19 @@
 ``.json``                 numbers for machines
 ========================  ==========================================================================
 
-A file is written whole or not at all: under another name first, which then takes the place of an older file.
+A file is written whole or not at all, see :mod:`gapless.whole_files`.
 Any thread may call it; see :mod:`gapless.timeline.picture` for pictures.
 """
 
 import json
 import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from gapless.errors import ConfigError
 from gapless.timeline.numbers import numbers_of
 from gapless.timeline.spans import Recording
 from gapless.timeline.trace_events import write_trace
+from gapless.whole_files import write_whole
 
 __all__ = ["SUFFIXES", "check_target", "save"]
 
@@ -61,27 +60,17 @@ def save(recording: Recording, path: str | Path, *, zoom: int | None = None) -> 
     target = Path(path)
     suffix = check_target(target)
     if suffix == ".trace.json":
-        _write_whole(target, lambda part: _write_trace(recording, part))
+        write_whole(target, lambda part: _write_trace(recording, part))
     elif suffix == ".json":
-        _write_whole(target, lambda part: part.write_text(json.dumps(numbers_of(recording)) + "\n", encoding="utf-8"))
+        write_whole(target, lambda part: part.write_text(json.dumps(numbers_of(recording)) + "\n", encoding="utf-8"))
     else:
         # Not above: matplotlib takes half a second to load, and a program that draws nothing should not wait for it.
         from gapless.timeline.picture import draw_timeline, save_picture
 
         figure = draw_timeline(recording, zoom=zoom)
-        _write_whole(target, lambda part: save_picture(figure, part, "png" if suffix == ".png" else "svg"))
+        write_whole(target, lambda part: save_picture(figure, part, "png" if suffix == ".png" else "svg"))
 
 
 def _write_trace(recording: Recording, part: Path) -> None:
     with part.open("w", encoding="utf-8") as file:
         write_trace(recording, file)
-
-
-def _write_whole(target: Path, write: Callable[[Path], object]) -> None:
-    # A name of its own, so that threads and processes may save to one path at once.
-    part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
-    try:
-        write(part)
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)

@@ -157,7 +157,7 @@ def test_masked_tokens_are_never_sampled(temperature: float) -> None:
         first, second = sampled.tokens.tolist()
         assert first not in (X, Y)
         assert second != Z
-        assert sampled.healthy.tolist() == [True, True]
+        assert sampled.top.isfinite().tolist() == [True, True]
     assert temperature or (first, second) == (Z, X)
 
 
@@ -169,7 +169,7 @@ def test_c14_unhealthy_rows_are_marked_and_leave_the_others_alone(bad: float, te
     sampled = _Case(*params).sample([0, 1, 2], [4, 4, 4], logits)
     clean = _Case(*params).sample([0, 1, 2], [4, 4, 4], torch.tensor([_ROW_L] * 3))
 
-    assert sampled.healthy.tolist() == [True, False, True]
+    assert sampled.top.isfinite().tolist() == [True, False, True]
     assert sampled.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
     assert 0 <= int(sampled.tokens[1]) < _VOCAB, "the next step may embed it before anybody has looked"
 
@@ -177,7 +177,7 @@ def test_c14_unhealthy_rows_are_marked_and_leave_the_others_alone(bad: float, te
 def test_a_single_nan_is_unhealthy() -> None:
     logits = torch.tensor([_ROW_L])
     logits[0, Y] = torch.nan
-    assert _Case(SamplingParams(temperature=0)).sample([0], [0], logits).healthy.tolist() == [False]
+    assert _Case(SamplingParams(temperature=0)).sample([0], [0], logits).top.isfinite().tolist() == [False]
 
 
 def test_a_row_keeps_its_parameters_until_the_next_owner() -> None:

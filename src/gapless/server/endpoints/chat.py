@@ -15,6 +15,7 @@ from gapless.server.endpoints.chunks import ChunkFrame, Heading, json_bytes, wit
 from gapless.server.endpoints.logprobs import chat_logprobs, prompt_logprobs_by_id
 from gapless.server.endpoints.prompting import ChatPrompter
 from gapless.server.endpoints.requests import (
+    POST_ERRORS,
     TEMPLATE_NAMES,
     checked_logprobs,
     checked_model,
@@ -23,7 +24,7 @@ from gapless.server.endpoints.requests import (
     salted,
     stream_content,
 )
-from gapless.server.error_bodies import ApiError, error_responses
+from gapless.server.error_bodies import ApiError
 from gapless.server.json_bodies import StrictJsonRoute
 from gapless.server.protocol.chat import ChatChunk, ChatCompletion, ChatRequest
 from gapless.server.protocol.sampling import sampling_params
@@ -50,7 +51,7 @@ def chat_router(context: ServerContext, prompter: ChatPrompter) -> APIRouter:
         response_class=Response,
         responses={
             200: {**_OK, "content": stream_content(ChatChunk)},
-            **error_responses(400, 401, 404, 413, 429, 500, 503),
+            **POST_ERRORS,
         },
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:

@@ -21,8 +21,15 @@ from gapless.server.endpoints.logprobs import (
     prompt_logprobs_by_id,
 )
 from gapless.server.endpoints.prompting import completion_prompts
-from gapless.server.endpoints.requests import checked_model, checked_stream_options, naming, salted, stream_content
-from gapless.server.error_bodies import ApiError, error_responses
+from gapless.server.endpoints.requests import (
+    POST_ERRORS,
+    checked_model,
+    checked_stream_options,
+    naming,
+    salted,
+    stream_content,
+)
+from gapless.server.error_bodies import ApiError
 from gapless.server.generation import Generation
 from gapless.server.json_bodies import StrictJsonRoute
 from gapless.server.protocol.completions import Completion, CompletionChunk, CompletionRequest
@@ -52,7 +59,7 @@ def completions_router(context: ServerContext) -> APIRouter:
         response_class=Response,
         responses={
             200: {**_OK, "content": stream_content(CompletionChunk)},
-            **error_responses(400, 401, 404, 413, 429, 500, 503),
+            **POST_ERRORS,
         },
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:

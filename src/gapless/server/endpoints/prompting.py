@@ -64,18 +64,19 @@ class ChatPrompter:
         """
 
         def render_and_encode() -> list[int]:
-            how: dict[str, Any] = {
-                "add_generation_prompt": add_generation_prompt,
-                "continue_final_message": continue_final_message,
-                "template_variables": template_variables,
-            }
-            rendered = self._tokenizer.render_chat(messages, **how)
-            if len(rendered) > self._max_rendered_characters:
+            chat = self._tokenizer.rendered_chat(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_variables=template_variables,
+            )
+            num_characters = len(chat.text())
+            if num_characters > self._max_rendered_characters:
                 raise PromptTooLongError(
-                    f"{field} makes a prompt of {len(rendered)} characters by the chat template; "
+                    f"{field} makes a prompt of {num_characters} characters by the chat template; "
                     f"at most {self._max_rendered_characters} are allowed: shorten it"
                 )
-            return self._tokenizer.encode_chat(messages, **how)
+            return chat.token_ids()
 
         threads = self._threads if _num_characters(messages) <= _LONG_CONVERSATION else self._threads_of_long
         try:

@@ -10,11 +10,12 @@ from pydantic import BaseModel
 from gapless.errors import RequestError
 from gapless.prompts import PreparedPrompt
 from gapless.server.context import ServerContext
-from gapless.server.error_bodies import ApiError, api_error_of, model_not_found
+from gapless.server.error_bodies import ApiError, api_error_of, error_responses, model_not_found
 from gapless.server.protocol.fields import RequestModel
 from gapless.server.protocol.sampling import SamplingFields
 
 __all__ = [
+    "POST_ERRORS",
     "TEMPLATE_NAMES",
     "checked_logprobs",
     "checked_model",
@@ -24,6 +25,8 @@ __all__ = [
     "stream_content",
 ]
 
+POST_ERRORS: Final = error_responses(400, 401, 404, 413, 429, 500, 503)
+"""What the OpenAPI document says of everything that takes a body."""
 TEMPLATE_NAMES: Final = {"template_variables": "chat_template_kwargs", "template": "chat_template_kwargs"}
 """The names for :func:`naming` of a request with a conversation."""
 

@@ -19,6 +19,7 @@ from gapless.server.endpoints.chunks import json_bytes
 from gapless.server.endpoints.logprobs import chat_logprobs
 from gapless.server.endpoints.prompting import ChatPrompter
 from gapless.server.endpoints.requests import (
+    POST_ERRORS,
     TEMPLATE_NAMES,
     checked_logprobs,
     checked_model,
@@ -28,7 +29,7 @@ from gapless.server.endpoints.requests import (
     stream_content,
 )
 from gapless.server.endpoints.response_input import messages_of
-from gapless.server.error_bodies import api_error_of, error_responses
+from gapless.server.error_bodies import api_error_of
 from gapless.server.json_bodies import StrictJsonRoute
 from gapless.server.protocol import responses as wire
 from gapless.server.protocol.sampling import sampling_params
@@ -57,7 +58,7 @@ def responses_router(context: ServerContext, prompter: ChatPrompter) -> APIRoute
                 "description": "The response; with `stream`, named events up to one that ends it.",
                 "content": stream_content(wire.ResponseEvent),
             },
-            **error_responses(400, 401, 404, 413, 429, 500, 503),
+            **POST_ERRORS,
         },
     )
     async def create_response(body: wire.ResponseRequest, request: Request) -> Response:

@@ -8,8 +8,7 @@ from fastapi import APIRouter
 from gapless.errors import RequestError
 from gapless.server.context import ServerContext
 from gapless.server.endpoints.prompting import ChatPrompter, completion_prompts
-from gapless.server.endpoints.requests import TEMPLATE_NAMES, checked_model, naming
-from gapless.server.error_bodies import error_responses
+from gapless.server.endpoints.requests import POST_ERRORS, TEMPLATE_NAMES, checked_model, naming
 from gapless.server.json_bodies import StrictJsonRoute
 from gapless.server.protocol.models import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from gapless.text.tokenizer import Tokenizer
@@ -17,15 +16,13 @@ from gapless.text.validation import check_token_ids
 
 __all__ = ["tokens_router"]
 
-_ERRORS = error_responses(400, 401, 404, 413, 429, 500, 503)
-
 
 def tokens_router(context: ServerContext, prompter: ChatPrompter) -> APIRouter:
     """The routes."""
     router = APIRouter(route_class=StrictJsonRoute, tags=["tokens"])
     client = context.client
 
-    @router.post("/tokenize", summary="Tokenise", responses=_ERRORS, response_model_exclude_none=True)
+    @router.post("/tokenize", summary="Tokenise", responses=POST_ERRORS, response_model_exclude_none=True)
     async def tokenize(body: TokenizeRequest) -> Tokenized:
         checked_model(context, body.model)
         with naming(body, **TEMPLATE_NAMES):
@@ -38,7 +35,7 @@ def tokens_router(context: ServerContext, prompter: ChatPrompter) -> APIRouter:
             token_strs=texts,
         )
 
-    @router.post("/detokenize", summary="Decode token ids", responses=_ERRORS)
+    @router.post("/detokenize", summary="Decode token ids", responses=POST_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> Detokenized:
         checked_model(context, body.model)
 
