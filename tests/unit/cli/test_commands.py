@@ -171,7 +171,7 @@ def test_a_failure_of_ours_says_how_to_find_it(monkeypatch: pytest.MonkeyPatch) 
     def breaks(*arguments: Any) -> None:
         raise ArithmeticError("made\nup")
 
-    monkeypatch.setattr("gapless.text.byte_tokenizer.ByteTokenizer.encode_chat", breaks)
+    monkeypatch.setattr("gapless.text.byte_tokenizer.ByteTokenizer.rendered_chat", breaks)
     result = call("generate", *TINY, "x")
     assert result.exit_code == 1
     assert last_line(result) == "error: ArithmeticError: made up (--verbose shows where)"

@@ -149,30 +149,34 @@ def test_c66_an_idle_engine_that_dies_is_noticed_at_once(folder: Path) -> None:
     asyncio.run(everything())
 
 
-BREAKS_LATER = """
-import os, pathlib
+GOES_WRONG_LATER = """
+import pathlib, time
 from gapless.model.decoder import DecoderModel
 forward = DecoderModel.forward
-def breaks(self, *arguments):
+def goes_wrong(self, *arguments):
     if pathlib.Path({file!r}).exists():
-        raise ArithmeticError("a made-up fault")
+        {fault}
     return forward(self, *arguments)
-DecoderModel.forward = breaks
+DecoderModel.forward = goes_wrong
 """
 
 
-def test_c05_c66_a_fault_in_the_engines_loop_reaches_every_caller(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fault = tmp_path / "fault"
-    (tmp_path / "sitecustomize.py").write_text(BREAKS_LATER.format(file=str(fault)))
+@pytest.fixture
+def fault_file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes every forward of the engine processes of this test run the parametrised line once the file exists."""
+    file = tmp_path / "fault"
+    (tmp_path / "sitecustomize.py").write_text(GOES_WRONG_LATER.format(file=str(file), fault=request.param))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(engine_child.__file__).parents[2]}")
+    return file
 
+
+@pytest.mark.parametrize("fault_file", ["raise ArithmeticError('a made-up fault')"], indirect=True)
+def test_c05_c66_a_fault_in_the_engines_loop_reaches_every_caller(folder: Path, fault_file: Path) -> None:
     async def everything() -> None:
         client = await started(folder)
         waiters = [asyncio.create_task(answer(client, "S", ENDLESS)) for _ in range(5)]
         await until(client, lambda stats: stats.running == 5)
-        fault.touch()
+        fault_file.touch()
         errors = await asyncio.wait_for(asyncio.gather(*waiters, return_exceptions=True), 1.0)
         with pytest.raises(EngineDeadError) as newcomer:
             await answer(client, "a", GREEDY)
@@ -186,11 +190,17 @@ def test_c05_c66_a_fault_in_the_engines_loop_reaches_every_caller(
     asyncio.run(everything())
 
 
-def test_c66_a_step_that_never_comes_back_is_told(folder: Path) -> None:
+@pytest.mark.parametrize("fault_file", ["time.sleep(3600)"], indirect=True)
+def test_c66_a_step_that_never_comes_back_is_told(folder: Path, fault_file: Path) -> None:
     async def everything() -> None:
-        client = await started(folder, EngineConfig(device="cpu", num_blocks=256, step_timeout_s=1e-6))
+        client = await started(folder, EngineConfig(device="cpu", num_blocks=256, step_timeout_s=1.0))
+        waiter = asyncio.create_task(answer(client, "S", ENDLESS))
+        await until(client, lambda stats: stats.running == 1)
+        fault_file.touch()
         with pytest.raises(StepTimeoutError, match="did not come back"):
-            await answer(client, "S", ENDLESS)
+            await asyncio.wait_for(waiter, 5.0)
+        assert client.engine_pid
+        await ended_within(client.engine_pid, GONE_WITHIN_S)
         await client.close()
 
     asyncio.run(everything())
