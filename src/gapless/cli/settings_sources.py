@@ -144,7 +144,7 @@ def resolve_settings(
     engine = {table[key].field: value for key, value in values.items() if table[key].is_engine}
     server = {table[key].field: value for key, value in values.items() if not table[key].is_engine}
     server["chat_template"] = read_chat_template(server.get("chat_template"))
-    api_keys = tuple(environment.get(KEYS_VARIABLE, "").replace(",", " ").split())
+    api_keys = _keys_of_environment(environment)
     if server.get("api_key_file") is not None:
         api_keys += read_keys(Path(server["api_key_file"]))
     return ServerSettings(engine=EngineConfig(**{**_ENGINE_DEFAULTS, **engine}), api_keys=api_keys, **server)
@@ -181,6 +181,15 @@ def read_keys(path: Path) -> tuple[str, ...]:
     keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
     if not keys:
         raise ConfigError(f"api_key_file={shown(str(path))} has no key; write one a line, or leave the setting out")
+    return keys
+
+
+def _keys_of_environment(environment: Mapping[str, str]) -> tuple[str, ...]:
+    text = environment.get(KEYS_VARIABLE)
+    keys = tuple((text or "").replace(",", " ").split())
+    if text is not None and not keys:
+        # Somebody meant the server to have keys: a secret that is missing must not open it.
+        raise ConfigError(f"{KEYS_VARIABLE} is set and has no key; unset it to serve without keys")
     return keys
 
 

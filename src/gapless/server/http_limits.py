@@ -3,10 +3,12 @@
 uvicorn's own protocol lets a head, a header and a queue of pipelined requests grow without end, and waits for ever for
 a client that sends slowly. Here bytes are cut into requests first (:mod:`gapless.server.http_framing`); httptools sees
 one whole head at a time, and the next request only when the one before has been answered. A connection holds at most a
-head, one read and what the app has not taken of a body. Trailers and chunk extensions are dropped.
+head, one read and the body of the request being answered, and all bodies together have a limit (:class:`BodyMemory`).
+Trailers and chunk extensions are dropped.
 
 A refused request gets its answer, then up to a second to read it, while what still comes in is thrown away: closing at
-once would reset the connection under the answer. Belongs to the event loop; one object a connection.
+once would reset the connection under the answer. Belongs to the event loop; one protocol a connection, one
+:class:`BodyMemory` a server.
 """
 
 import asyncio
@@ -24,7 +26,7 @@ from gapless.server.http_framing import MAX_HEAD_BYTES, BodyReader, RefusalError
 from gapless.server.logs import fields
 from gapless.server.metrics import ServerMetrics
 
-__all__ = ["BoundedHttpProtocol", "HttpLimits"]
+__all__ = ["BodyMemory", "BoundedHttpProtocol", "HttpLimits"]
 
 _log = logging.getLogger("gapless.access")
 
@@ -33,24 +35,55 @@ LEAST_PROGRESS_BYTES: Final = 1024
 LINGER_S: Final = 1.0
 MAX_LINGER_BYTES: Final = 64 << 20
 _END_OF_HEAD: Final = b"\r\n\r\n"
-_REASONS: Final = {408: "slow", 413: "body", 431: "head", 503: "connections"}
+_REASONS: Final = {408: "slow", 413: "body", 429: "bodies", 431: "head", 503: "connections"}
+_COME_AGAIN: Final = (429, 503)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLimits:
-    """What a connection may cost. Times in seconds."""
+    """What a connection may cost, and all bodies together. Times in seconds."""
 
     max_body_bytes: int = 8 << 20
+    max_held_body_bytes: int = 512 << 20
     max_connections: int = 4096
     head_timeout_s: float = 5.0
     body_timeout_s: float = 5.0
 
 
+class BodyMemory:
+    """The bytes of all request bodies that a server holds: a body stays in memory until its request is answered.
+
+    Args:
+        max_bytes: most of them.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes that have come.
+
+        Raises:
+            RefusalError: 429, they would be too many; none of them is counted.
+        """
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise RefusalError(
+                429, f"the requests being answered hold {self._max_bytes} bytes of bodies, the limit; try later"
+            )
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Count bytes that are not held any more."""
+        self.num_bytes -= num_bytes
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection; uvicorn makes it with the arguments after the first two.
+    """One connection; uvicorn makes it with the arguments after the first three.
 
     Args:
         limits: of every connection.
+        memory: of the server's bodies.
         metrics: hears of refusals.
         config, server_state, app_state: uvicorn's.
     """
@@ -58,6 +91,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(
         self,
         limits: HttpLimits,
+        memory: BodyMemory,
         metrics: ServerMetrics,
         config: Config,
         server_state: ServerState,
@@ -66,9 +100,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
+        self._memory = memory
         self._metrics = metrics
         self._head = bytearray()
         self._body: BodyReader | None = None
+        self._num_held = 0  # bytes of the body of the request that is being answered
         self._next = b""  # of requests behind the one that is being answered
         self._timer: asyncio.TimerHandle | None = None
         self._progress = 0
@@ -90,7 +126,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Forget everything."""
         self._stop_timer()
         self._head.clear()
-        self._body = None
+        self._forget_body()
         self._next = b""
         super().connection_lost(exc)
         self._metrics.set_gauge("http_connections", len(self.connections))
@@ -117,6 +153,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Go on with what the client has sent meanwhile."""
         super().on_response_complete()
+        self._release_memory()
         if self._body is not None and self.expect_100_continue:
             # Nobody knows whether the client will still send the body that it held back.
             self.transport.close()
@@ -177,7 +214,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Hand a part of the body on; return what follows the body."""
         self._progress += len(data)
         part = body.feed(data)
-        if part:
+        if part and not self.cycle.response_complete:
+            self._memory.take(len(part))
+            self._num_held += len(part)
             super().on_body(part)
             self._was_paused = self._was_paused or self.flow.read_paused
         if not body.is_complete:
@@ -186,6 +225,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_message_complete()
         return body.rest
+
+    def _forget_body(self) -> None:
+        self._body = None
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        self._memory.give_back(self._num_held)
+        self._num_held = 0
 
     def _put_aside(self, data: bytes) -> bytes:
         """Keep the beginning of further requests until this one is answered."""
@@ -237,7 +284,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._num_lingered = 0
         self._head.clear()
-        self._body = None
+        self._forget_body()
         self._next = b""
         if self.transport.is_closing():
             return
@@ -255,10 +302,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def _refusal_bytes(refusal: RefusalError) -> bytes:
-    kind = "server_error" if refusal.status == 503 else "invalid_request_error"
+    kind = {429: "rate_limit_error", 503: "server_error"}.get(refusal.status, "invalid_request_error")
     error = {"message": refusal.message, "type": kind, "param": None, "code": _REASONS.get(refusal.status, "malformed")}
     content = msgspec.json.encode({"error": error})
-    retry = b"retry-after: 1\r\n" if refusal.status == 503 else b""
+    retry = b"retry-after: 1\r\n" if refusal.status in _COME_AGAIN else b""
     return b"".join(
         (
             STATUS_LINE[refusal.status],

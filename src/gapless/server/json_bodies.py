@@ -1,8 +1,10 @@
 """Request bodies, read strictly: :class:`StrictJsonRoute` is the route of every endpoint that takes JSON.
 
 JSON leaves room that has bitten servers: ``NaN``, a key twice, nesting without end, half of a surrogate pair, integers
-of a million digits, other encodings. All of it is refused here with a 400 that says where, before a model of the
-request is made. A large body is read in a thread: the event loop has streams to write meanwhile.
+of a million digits, millions of empty lists, other encodings. All of it is refused here with a 400 that says where,
+before a model of the request is made. A large body is read in a thread: the event loop has streams to write meanwhile.
+The parser holds the interpreter's lock from the first value to the last, though, so how many there may be is bounded:
+8 MiB of ``[],[],[]`` would hold up every stream for most of a second.
 
 The functions are pure; routes belong to the event loop.
 """
@@ -19,11 +21,24 @@ from fastapi.routing import APIRoute
 from gapless.errors import shown
 from gapless.server.error_bodies import ApiError
 
-__all__ = ["MAX_FIELDS", "MAX_KEYS", "MAX_NESTING", "StrictJsonRoute", "read_json"]
+__all__ = [
+    "MAX_CONTAINERS",
+    "MAX_FIELDS",
+    "MAX_KEYS",
+    "MAX_NESTING",
+    "MAX_STRINGS",
+    "MAX_VALUES",
+    "StrictJsonRoute",
+    "read_json",
+]
 
 MAX_NESTING: Final = 64
 MAX_FIELDS: Final = 256
 MAX_KEYS: Final = 4096
+# Token ids of a request's prompts are values; its messages, and their parts, are containers.
+MAX_VALUES: Final = 1 << 20
+MAX_STRINGS: Final = 1 << 17
+MAX_CONTAINERS: Final = 1 << 16
 _LARGE_BODY_BYTES = 64 * 1024
 _JSON_TYPE: Final = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
 _CONTAINERS: Final = (dict, list)
@@ -63,6 +78,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _bad(f"the body is not UTF-8: byte {error.start} cannot be decoded") from None
+    _check_counts(body)
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -90,6 +106,26 @@ def _check_content_type(request: Request) -> None:
     if given is None or not _JSON_TYPE.fullmatch(given.strip()):
         what = "is missing" if given is None else f"is {shown(given)}"
         raise _bad(f"the content type {what}; send application/json")
+
+
+def _check_counts(body: bytes) -> None:
+    """Refuse more values than a request can need, before any of them is made."""
+    if body.count(b'"') // 2 > MAX_STRINGS or body.count(b",") > MAX_VALUES or _containers(body) > MAX_CONTAINERS:
+        # Perhaps. Only now is it worth telling what is JSON from what is text in its strings.
+        bare = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+        _check_count(bare.count(b'"') // 2, MAX_STRINGS, "strings")
+        bare = b"".join(bare.split(b'"')[::2])
+        _check_count(bare.count(b","), MAX_VALUES, "values")
+        _check_count(_containers(bare), MAX_CONTAINERS, "arrays and objects")
+
+
+def _containers(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
+
+
+def _check_count(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise _bad(f"the body holds {count} {what}; no request may have more than {limit}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ METRICS: Final = (
     ),
     MetricInfo(name="http_requests_in_progress", kind="gauge", text="POST requests being worked on."),
     MetricInfo(name="http_connections", kind="gauge", text="Open connections."),
+    MetricInfo(name="http_held_body_bytes", kind="gauge", text="Bytes of bodies of the requests being answered."),
     MetricInfo(name="draining", kind="gauge", text="1 after SIGTERM, else 0."),
     MetricInfo(name="log_lines_dropped_total", kind="counter", text="Log lines lost: the log's reader is too slow."),
     MetricInfo(name="engine_up", kind="gauge", text="1 while the engine lives; the figures below are its last ones."),

@@ -34,7 +34,7 @@ from gapless.server.app import create_app
 from gapless.server.context import ServerContext
 from gapless.server.engine_client import ServedModelClient
 from gapless.server.error_bodies import ApiError, error_response
-from gapless.server.http_limits import BoundedHttpProtocol, HttpLimits
+from gapless.server.http_limits import BodyMemory, BoundedHttpProtocol, HttpLimits
 from gapless.server.limits import RequestGate
 from gapless.server.listening import allowed_connections
 from gapless.server.logs import LogWriter, configure_logs, fields
@@ -228,11 +228,15 @@ class _Server:
     def _uvicorn_config(self) -> uvicorn.Config:
         settings = self._settings
         limits = HttpLimits(
-            max_body_bytes=settings.max_body_bytes, max_connections=allowed_connections(settings.max_connections)
+            max_body_bytes=settings.max_body_bytes,
+            max_held_body_bytes=settings.max_held_body_bytes,
+            max_connections=allowed_connections(settings.max_connections),
         )
+        memory = BodyMemory(limits.max_held_body_bytes)
+        self._metrics.follow("http_held_body_bytes", lambda: memory.num_bytes)
         return uvicorn.Config(
             self._door,
-            http=partial(BoundedHttpProtocol, limits, self._metrics),  # type: ignore[arg-type]
+            http=partial(BoundedHttpProtocol, limits, memory, self._metrics),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

@@ -87,6 +87,9 @@ class ServerSettings:
     insecure: bool = _setting(False, "Security", "Listen on an address that others reach without any key.")
 
     max_body_bytes: int = _setting(8 * _MIB, "Limits", "Longest request body, in bytes.")
+    max_held_body_bytes: int = _setting(
+        512 * _MIB, "Limits", "Most bytes of bodies of all requests being answered; more are refused with 429."
+    )
     max_connections: int = _setting(4096, "Limits", "Most open connections.")
     max_concurrent_requests: int = _setting(2048, "Limits", "Most requests at once; more are refused with 429.")
     request_timeout_s: float = _setting(3600.0, "Limits", "Seconds after which a request is aborted.")
@@ -103,6 +106,7 @@ class ServerSettings:
             _whole(name, getattr(self, name), 1, 1_000_000)
         _whole("port", self.port, 0, 65_535)
         _whole("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
+        _whole("max_held_body_bytes", self.max_held_body_bytes, self.max_body_bytes, 1 << 40)
         for name in ("request_timeout_s", "keep_alive_timeout_s", "drain_timeout_s"):
             if not 0 <= (value := getattr(self, name)) <= 1e6 or (value == 0 and name != "drain_timeout_s"):
                 least = "0" if name == "drain_timeout_s" else "above 0"

@@ -13,7 +13,7 @@ from typing import Any, Self
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from gapless.server.http_limits import BoundedHttpProtocol, HttpLimits
+from gapless.server.http_limits import BodyMemory, BoundedHttpProtocol, HttpLimits
 from gapless.server.metrics import ServerMetrics
 
 
@@ -25,7 +25,9 @@ class LiveServer:
     ) -> None:
         self.app = app
         self.metrics = ServerMetrics()
-        protocol = partial(BoundedHttpProtocol, limits or HttpLimits(), self.metrics)
+        limits = limits or HttpLimits()
+        self.memory = BodyMemory(limits.max_held_body_bytes)
+        protocol = partial(BoundedHttpProtocol, limits, self.memory, self.metrics)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.server = uvicorn.Server(

@@ -47,6 +47,7 @@ def server(running: LiveServer, app: EchoApp) -> Iterator[LiveServer]:
     with running.connection() as connection:
         send(connection, GOOD)
         assert receive_answer(connection).endswith(b"POST /good 4"), "the next good request works"
+    _wait_for_held(running, 0)
 
 
 def post(*lines: bytes, body: bytes = b"") -> bytes:
@@ -314,6 +315,39 @@ def test_more_connections_than_the_limit_are_refused(server: LiveServer) -> None
     time.sleep(0.1)
 
 
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+def test_all_bodies_together_have_a_limit(loop: str, framing: str) -> None:
+    app = EchoApp()
+    with LiveServer(app, limits=HttpLimits(max_body_bytes=100_000, max_held_body_bytes=150_000), loop=loop) as server:
+        chunk = b"186A0\r\n" + b"a" * 100_000 + b"\r\n"
+        body = {
+            "length": post(b"Content-Length: 100000", body=b"a" * 100_000),
+            "chunks": post(CHUNKED, body=chunk + b"0\r\n\r\n"),
+        }[framing]
+        with server.connection() as first, server.connection() as second:
+            app.delay_s = 1.0
+            first.sendall(body)
+            _wait_for_held(server, 100_000)
+            send(second, body)
+            refused = receive_all(second)
+            assert status_of(refused) == 429
+            assert b"retry-after: 1" in refused
+            assert b"150000 bytes of bodies, the limit" in refused
+            assert _refusals(server, "bodies") == 1
+            assert server.memory.num_bytes == 100_000, "of the first only"
+            assert receive_answer(first).endswith(b"POST /x 100000")
+            first.sendall(body)
+            assert receive_answer(first).endswith(b"POST /x 100000"), "its memory was given back"
+        _wait_for_held(server, 0)
+
+
+def test_a_client_that_leaves_gives_its_body_back(server: LiveServer) -> None:
+    with server.connection() as connection:
+        connection.sendall(post(b"Content-Length: 50000", body=b"a" * 30_000))
+        _wait_for_held(server, 30_000)
+    _wait_for_held(server, 0)
+
+
 def test_refusals_are_counted(server: LiveServer) -> None:
     before = [_refusals(server, reason) for reason in ("body", "malformed")]
     server.exchange(post(b"Content-Length: 100001"))
@@ -402,6 +436,14 @@ def test_a_body_reader_leaves_what_is_not_its_own() -> None:
     assert chunks.feed(b"3\r\nab") == b"ab"
     assert chunks.feed(b"c\r") == b"c"
     assert (chunks.feed(b"\n0\r\nA: b\r\n\r\nGET"), chunks.is_complete, chunks.rest) == (b"", True, b"GET")
+
+
+def _wait_for_held(server: LiveServer, num_bytes: int) -> None:
+    """Wait until the server holds so many bytes of bodies."""
+    deadline_s = time.monotonic() + 10
+    while server.memory.num_bytes != num_bytes:
+        assert time.monotonic() < deadline_s, f"it holds {server.memory.num_bytes} bytes"
+        time.sleep(0.005)
 
 
 def _refusals(server: LiveServer, reason: str) -> float:

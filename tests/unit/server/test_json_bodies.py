@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapless.server.error_bodies import ApiError
-from gapless.server.json_bodies import MAX_NESTING, read_json
+from gapless.server.json_bodies import MAX_CONTAINERS, MAX_NESTING, MAX_STRINGS, MAX_VALUES, read_json
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 values = st.recursive(
@@ -42,9 +42,32 @@ def nested(depth: int) -> bytes:
 
 def test_the_limit_of_nesting() -> None:
     assert read_json(nested(MAX_NESTING))
-    for depth in (MAX_NESTING + 1, 500, 5_000, 200_000):
+    for depth in (MAX_NESTING + 1, 500, 5_000, 60_000):
         with pytest.raises(ApiError, match="nested more than 64 deep"):
             read_json(nested(depth))
+
+
+@pytest.mark.parametrize(
+    ("item", "limit", "what"),
+    [
+        (b"1", MAX_VALUES, "values"),
+        (b'""', MAX_STRINGS - 1, "strings"),
+        (b"[]", MAX_CONTAINERS - 2, "arrays and objects"),
+        (b"{}", MAX_CONTAINERS - 2, "arrays and objects"),
+        (b'"\\\\", "\\""', (MAX_STRINGS - 1) // 2, "strings"),
+    ],
+)
+def test_the_limits_of_counts(item: bytes, limit: int, what: str) -> None:
+    """The object and its list are containers too, and its key is a string."""
+    assert len(read_json(b'{"a":[' + b",".join([item] * limit) + b"]}")["a"]) in (limit, 2 * limit)
+    with pytest.raises(ApiError, match=rf"holds \d+ {what}; no request may have more than \d+"):
+        read_json(b'{"a":[' + b",".join([item] * (limit + 2)) + b"]}")
+
+
+@pytest.mark.parametrize("text", ['say: "[{,}]"\\', '\\"', "[", "{", ",", "\\\\", '"'])
+def test_what_looks_like_json_in_a_text_is_text(text: str) -> None:
+    value = {"a": text * MAX_VALUES, "b": [text] * 100}
+    assert read_json(json.dumps(value).encode()) == value
 
 
 def test_a_pair_of_surrogates_is_a_character() -> None:

@@ -31,6 +31,7 @@ SPECIAL: Mapping[str, Any] = {
     "block_size": 32,
     "gpu_memory_utilization": 0.5,
     "max_body_bytes": 4096,
+    "max_held_body_bytes": 16 << 20,
     "override_generation_config": {"top_k": 3},
 }
 
@@ -102,6 +103,8 @@ def test_flag_before_variable_before_file_before_default(low: str, high: str, tm
         ({"GAPLESS_HOST": ""}, "", "host='' can be reached by others"),
         ({"GAPLESS_API_KEY_FILE": "/no/such"}, "", "api_key_file='/no/such' cannot be read: No such file"),
         ({"GAPLESS_API_KEYS": "schlüssel"}, "", "API key 1 of 1 must be printable ASCII"),
+        ({"GAPLESS_API_KEYS": ""}, "", "GAPLESS_API_KEYS is set and has no key"),
+        ({"GAPLESS_API_KEYS": " ,\n"}, "", "GAPLESS_API_KEYS is set and has no key"),
         ({}, "prot = 1", "has 'prot', which is no setting of gapless serve"),
         ({}, 'api_keys = ["k"]', "has api_keys: keys stand in a file of their own"),
         ({}, "port = true", "is True; it must be a whole number"),
