@@ -21,7 +21,7 @@ from gapless.engine.assembly import BuiltEngine, build_engine
 from gapless.engine.engine import Engine, EngineCounters, OutputSink
 from gapless.engine.request import EngineRequest
 from gapless.errors import ConfigError, EngineDeadError
-from gapless.generation_defaults import GenerationConfigMode, sampling_defaults
+from gapless.generation_defaults import GenerationConfigMode, file_defaults, override_defaults
 from gapless.model.checkpoint import TokenizerSource
 from gapless.model.loading import Progress
 from gapless.prompts import PreparedPrompt, params_list
@@ -69,7 +69,7 @@ class TextSide:
         vocab_size: rows of the model's embedding.
         eos_token_ids: those that the checkpoint names.
         generation_config: the raw ``generation_config.json``, for sampling defaults.
-        overrides: sampling defaults that win over it, from :func:`~gapless.generation_defaults.sampling_defaults`.
+        overrides: sampling defaults of the user that win over it, by the same names.
         chat_template: Jinja source, or the name of one of the checkpoint's templates, instead of its default.
 
     Raises:
@@ -84,11 +84,11 @@ class TextSide:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         generation_config: Mapping[str, Any],
-        overrides: Mapping[str, float],
+        overrides: Mapping[str, Any],
         chat_template: str | None,
     ) -> None:
-        named_by_file = sampling_defaults(generation_config)
-        self._sampling_defaults = {**named_by_file, **overrides}
+        named_by_file = file_defaults(generation_config, overrides)
+        self._sampling_defaults = {**named_by_file, **override_defaults(overrides)}
         self.tokenizer = load_tokenizer(source, vocab_size=vocab_size, chat_template=chat_template)
         if named_by_file:
             shown = ", ".join(f"{name}={value}" for name, value in named_by_file.items())
@@ -184,7 +184,8 @@ class ServedModel:
     ) -> None:
         if generation_config not in get_args(GenerationConfigMode):
             raise ConfigError(f"generation_config={generation_config!r} is unknown; use one of auto, none")
-        overrides = sampling_defaults(override_generation_config or {}, override=True)
+        overrides = override_generation_config or {}
+        override_defaults(overrides)  # before anything is loaded
         self._config = EngineConfig.from_options(dict(options))
         built = build_engine(model, self._config, sink, progress=progress, logits_processor=logits_processor)
         self._finalizer = weakref.finalize(self, _end, built.engine)

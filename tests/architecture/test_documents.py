@@ -1,5 +1,6 @@
 """The documents name only what is there: files, headings, folders and tests."""
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -63,6 +64,40 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 def test_tests_named_in_documents_exist(page: Path) -> None:
     named = set(TEST_NAME.findall(page.read_text(encoding="utf-8")))
     assert not named - names_of_tests()
+
+
+def promises(page: str) -> dict[str, list[str]]:
+    """What the table of the server's promises says, and the tests that each row names."""
+    section = page.split("\n## The server\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in rows[0]] == ["promise", "test"]
+    assert all(len(row) == 2 for row in rows), "a row is a promise and its tests"
+    return {promise.strip(): re.findall(r"`(test_\w+)`", tests) for promise, tests in rows[2:]}
+
+
+def test_every_promise_of_the_server_has_a_test() -> None:
+    """One that is there and runs: a function of a test file, not skipped where it stands."""
+    found = promises((ROOT / "docs/guarantees.md").read_text(encoding="utf-8"))
+    assert len(found) > 30
+    functions = {name for path in ROOT.glob("tests/**/test_*.py") for name in _running_tests(path)}
+    assert [promise for promise, tests in found.items() if not tests] == []
+    assert {promise: lost for promise, tests in found.items() if (lost := set(tests) - functions)} == {}
+
+
+def test_a_promise_without_a_test_is_noticed() -> None:
+    rows = "| promise | test |\n| --- | --- |\n| a | `test_b`, `test_c` |\n| d | soon |\n"
+    page = f"# Page\n\n## The server\n\nText.\n\n{rows}\n## More\n"
+    assert promises(page) == {"a": ["test_b", "test_c"], "d": []}
+
+
+def _running_tests(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {
+        node.name
+        for node in functions
+        if not any("skip" in ast.unparse(mark) or "xfail" in ast.unparse(mark) for mark in node.decorator_list)
+    }
 
 
 def test_tests_named_in_sources_exist() -> None:

@@ -9,12 +9,14 @@ import openai
 import pytest
 from openai import OpenAI
 from served_process import Served, served
+from transformers import AutoTokenizer
 
 from fixtures.tokenizers import smollm2_gguf
 from gapless import LLM, SamplingParams
 
 KEY = "sk-a-key-for-this-test"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+ANSWERED: list[Any] = [{"role": "assistant", "content": "Paris, é "}, {"role": "user", "content": " And of Italy?"}]
 OPTIONS = ["smollm2", "--device", "cpu", "--num-blocks", "512", "--max-model-len", "2048", "--port", "0"]
 
 
@@ -68,6 +70,31 @@ def test_the_server_answers_as_the_library_does(client: OpenAI) -> None:
         assert places is not None
         own = [place[token].logprob for token, place in zip(output.outputs[0].token_ids, places, strict=True)]
         assert choice.logprobs.token_logprobs == pytest.approx(own, abs=1e-3)
+
+
+def test_c35_a_chat_has_the_ids_of_transformers(server: Served) -> None:
+    """By the model's own template, which adds a system message where there is none."""
+    path = smollm2_gguf()
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    for messages in (QUESTION, [{"role": "system", "content": "Be kind."}, *QUESTION, *ANSWERED]):
+        for add in (True, False):
+            ids = theirs.apply_chat_template(messages, add_generation_prompt=add, return_dict=False)
+            rendered = theirs.apply_chat_template(messages, add_generation_prompt=add, tokenize=False)
+            chat = {"messages": messages, "add_generation_prompt": add}
+            assert ask(server, "/tokenize", **chat)["tokens"] == ids
+            assert ask(server, "/tokenize", prompt=rendered)["tokens"] == ids
+            answer = ask(server, "/v1/chat/completions", **chat, max_tokens=1, prompt_logprobs=0)
+            assert answer["usage"]["prompt_tokens"] == len(ids)
+            # The prompt that the engine has seen: the first token has no log-prob.
+            seen = [int(token) for place in answer["prompt_logprobs"][1:] for token in place]
+            assert seen == ids[1:]
+            assert ask(server, "/v1/completions", prompt=rendered, max_tokens=1)["usage"]["prompt_tokens"] == len(ids)
+
+
+def ask(server: Served, path: str, **fields: Any) -> Any:
+    status, content = server.ask("POST", path, fields, Authorization=f"Bearer {KEY}")
+    assert status == 200, content
+    return content
 
 
 def curl(server: Served, path: str, *arguments: str) -> str:

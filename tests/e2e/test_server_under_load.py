@@ -1,4 +1,4 @@
-"""``gapless serve`` under crowds, unfriendly clients and kills: right answers, nothing left behind, nobody orphaned.
+"""``gapless serve`` under crowds and unfriendly clients: right answers, nothing left behind.
 
 Short versions of ``benchmarks/server/soak.py`` and ``many_streams.py``, with their clients.
 """
@@ -12,14 +12,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-from e2e.served_process import TINY, Served, gone, served
+from e2e.served_process import Served, gone, served
 from gapless.bench.serving.http_client import HttpClient, HttpError, Origin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "server"))
@@ -30,8 +27,7 @@ from server_process import metrics_of, total, usage_of
 from unfriendly_clients import CLIENTS, streamed
 
 ENDLESS = 100_000
-# A generous bound for a machine that does other things as well; benchmarks record how long it took.
-HEALTH_WITHIN_MS = 10_000
+HEALTH_WITHIN_MS = 500
 SMALL = ["tiny-llama", "--load-format", "dummy", "--device", "cpu", "--port", "0", "--max-rows", "16"]
 
 
@@ -98,7 +94,9 @@ def test_c63_two_hundred_streams_end_or_are_refused_and_leave_nothing(crowd: Cro
     assert outcomes["refused for load"] > 0, "300 choices and more are too many for 16 rows and 150 places"
     assert asyncio.run(crowd.idle()) == crowd.at_first
     assert {answer.status for answer in probe.answers} == {200}
-    assert max(answer.latency_ms for answer in probe.answers) < HEALTH_WITHIN_MS
+    slowest_ms = max(answer.latency_ms for answer in probe.answers)
+    print(f"the slowest answer of /health: {slowest_ms:.0f} ms")
+    assert slowest_ms < HEALTH_WITHIN_MS
 
 
 def test_unfriendly_clients_leave_nothing_and_hurt_nobody(crowd: Crowd) -> None:
@@ -132,7 +130,9 @@ def test_unfriendly_clients_leave_nothing_and_hurt_nobody(crowd: Crowd) -> None:
     assert outcomes["right"] >= 50
     assert asyncio.run(crowd.idle()) == crowd.at_first
     assert {answer.status for answer in probe.answers} == {200}
-    assert max(answer.latency_ms for answer in probe.answers) < HEALTH_WITHIN_MS
+    slowest_ms = max(answer.latency_ms for answer in probe.answers)
+    print(f"the slowest answer of /health: {slowest_ms:.0f} ms")
+    assert slowest_ms < HEALTH_WITHIN_MS
 
 
 def test_a_reader_that_stalls_gets_all_of_its_text_and_holds_up_nobody(crowd: Crowd) -> None:
@@ -206,56 +206,3 @@ def end_of(result: Result | HttpError) -> str:
     if result.outcome == "wrong" and result.detail.startswith("503") and "draining" in result.detail:
         return "refused"
     return result.outcome if result.outcome == "right" else result.detail
-
-
-# --- kills --------------------------------------------------------------------------------------------------------
-
-Victim = str
-LOADING = {"the engine is born": None, "a checkpoint is opened": "open checkpoint", "the cache is made": "KV cache:"}
-RUNNING = ["idle", "a prompt is read", "a crowd waits", "draining"]
-
-
-def reach(phase: str, server: Served, stack: ExitStack) -> None:
-    """Bring a server to a phase."""
-    server.wait_for("listening")
-    while len(server.family()) < 2:
-        time.sleep(0.005)
-    if phase in LOADING:
-        if (words := LOADING[phase]) is not None:
-            server.wait_for(words)
-        return
-    server.wait_until_ready()
-    if phase == "a prompt is read":
-        body: dict[str, Any] = {"prompt": [7] * 1900, "max_tokens": 100, "n": 64}
-        connection = stack.enter_context(closing(server.connect()))
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    elif phase in ("a crowd waits", "draining"):
-        for _ in range(20):
-            stack.enter_context(server.stream(ENDLESS))
-    if phase == "draining":
-        server.signal(signal.SIGTERM)
-        server.wait_for("draining")
-
-
-@pytest.mark.parametrize("phase", [*LOADING, "idle", "a prompt is read", "a crowd waits"])
-def test_c66_a_killed_server_leaves_no_process_at_any_phase(phase: str, tmp_path: Path) -> None:
-    with served(tmp_path / "log", *TINY, "--max-rows", "4") as server, ExitStack() as stack:
-        reach(phase, server, stack)
-        family = server.family()
-        assert len(family) == 2
-        server.signal(signal.SIGKILL)
-        assert server.end(2) == -signal.SIGKILL
-        assert gone(family, 2)
-
-
-@pytest.mark.parametrize("phase", [*LOADING, *RUNNING])
-def test_c66_a_killed_engine_ends_the_server_at_any_phase(phase: str, tmp_path: Path) -> None:
-    with served(tmp_path / "log", *TINY, "--max-rows", "4") as server, ExitStack() as stack:
-        reach(phase, server, stack)
-        family = server.family()
-        engine: psutil.Process = server.engine()
-        engine.send_signal(signal.SIGKILL)
-        assert server.end(10) == (1 if phase in LOADING else 70)
-        assert gone(family, 2)
-        assert "the engine process was killed by SIGKILL" in server.told
-        assert "Traceback" not in server.told

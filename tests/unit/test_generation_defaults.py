@@ -15,7 +15,7 @@ import pytest
 from fixtures.served_models import CPU, ROW_L, chain, rows, table_checkpoint
 from gapless import LLM, AsyncLLM, SamplingParams
 from gapless.errors import CheckpointError, ConfigError
-from gapless.generation_defaults import sampling_defaults
+from gapless.generation_defaults import file_defaults
 from gapless.sampling_params import unchosen
 
 
@@ -71,7 +71,11 @@ def test_c59_do_sample_false_is_greedy_by_default(tmp_path: Path) -> None:
         assert len(llm.generate("a", SamplingParams(max_tokens=16))[0].outputs[0].token_ids) == 16
     with LLM(folder, **CPU, override_generation_config={"temperature": 2.0}) as llm:
         assert drawn(llm, None) == {"x", "y", "z"}
-    assert sampling_defaults({"do_sample": True, "temperature": 0.6}) == {"temperature": 0.6}
+    with LLM(folder, **CPU, override_generation_config={"do_sample": True}) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, max_tokens=3)
+    with LLM(folder, **CPU, override_generation_config={"do_sample": False, "temperature": 2.0}) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
+    assert file_defaults({"do_sample": True, "temperature": 0.6}, {}) == {"temperature": 0.6}
 
 
 def test_c59_streams_have_the_same_defaults(tmp_path: Path) -> None:
@@ -116,6 +120,7 @@ def test_c59_an_impossible_default_is_refused_by_name(tmp_path: Path, value: Any
     [
         ({"generation_config": "vllm"}, "^generation_config='vllm' is unknown; use one of auto, none"),
         ({"override_generation_config": {"top_q": 1}}, "unknown key 'top_q'; the keys are temperature, "),
+        ({"override_generation_config": {"do_sample": 1}}, "do_sample=1 must be true or false"),
     ],
 )
 def test_c59_unknown_options_are_refused(tmp_path: Path, options: Mapping[str, Any], message: str) -> None:

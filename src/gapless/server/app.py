@@ -4,7 +4,8 @@ Routes, errors in one form, the OpenAPI document, and around it all the guards o
 Called once, before the event loop takes requests.
 """
 
-from typing import Any
+from copy import deepcopy
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -18,7 +19,7 @@ from gapless.server.endpoints.models import models_router
 from gapless.server.endpoints.prompting import ChatPrompter
 from gapless.server.endpoints.responses import responses_router
 from gapless.server.endpoints.tokens import tokens_router
-from gapless.server.error_bodies import install_error_handlers
+from gapless.server.error_bodies import ErrorBody, install_error_handlers, meaning_of
 from gapless.server.protocol.chat import ChatChunk
 from gapless.server.protocol.completions import CompletionChunk
 from gapless.server.protocol.responses import ResponseEvent
@@ -28,23 +29,42 @@ __all__ = ["ServerContext", "create_app"]
 
 # Described where streams are; FastAPI knows only models of whole answers.
 _EVENTS = (ChatChunk, CompletionChunk, ResponseEvent)
+_JSON: Final = "application/json"
+_ERROR: Final = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
+# How a request may be refused before its endpoint sees it, and how one that has a body or makes work.
+_REFUSED: Final = (401, 403, 503)
+_REFUSED_POST: Final = (405, 408, 413, 429, 431, 504)
 
 
-def _probe(summary: str, member: str, *statuses: int) -> dict[str, Any]:
+def _object(member: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {member: {"type": "string"}}, "required": [member]}
+
+
+def _answer(description: str, schema: dict[str, Any], media_type: str = _JSON) -> dict[str, Any]:
+    return {"description": description, "content": {media_type: {"schema": schema}}}
+
+
+def _operation(summary: str, **more: Any) -> dict[str, Any]:
     """A route of :mod:`gapless.server.probes`, which stands in front of the app."""
-    schema = {"type": "object", "properties": {member: {"type": "string"}}, "required": [member]}
-    answers = {
-        str(status): {"description": _PROBE_MEANINGS[status], "content": {"application/json": {"schema": schema}}}
-        for status in statuses
-    }
-    return {"get": {"tags": ["operation"], "summary": summary, "security": [], "responses": answers}}
+    return {"get": {"tags": ["operation"], "summary": summary, **more}}
 
 
-_PROBE_MEANINGS = {200: "Yes.", 503: "No."}
-_PROBES = {
-    "/health": _probe("Whether the server and its engine live", "status", 200, 503),
-    "/ready": _probe("Whether requests are taken", "status", 200, 503),
-    "/version": _probe("The version of gapless", "version", 200),
+def _probe(summary: str) -> dict[str, Any]:
+    """One that asks for no key."""
+    # While the model is being loaded nothing but an error is to be had.
+    no = _answer("No.", {"anyOf": [_object("status"), _ERROR]})
+    answers = {"200": _answer("Yes.", _object("status")), "503": no}
+    return _operation(summary, security=[], responses=answers)
+
+
+_PROBES: Final = {
+    "/health": _probe("Whether the server and its engine live"),
+    "/ready": _probe("Whether requests are taken"),
+    "/version": _operation("The version of gapless", responses={"200": _answer("It.", _object("version"))}),
+    "/metrics": _operation(
+        "Figures for Prometheus",
+        responses={"200": _answer("In its text format.", {"type": "string"}, "text/plain; version=0.0.4")},
+    ),
 }
 
 
@@ -78,9 +98,10 @@ def _describe(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+            document["paths"].update(deepcopy(_PROBES))
             for path in document["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
+                for method, operation in path.items():
+                    operation["responses"] = _answers(method, operation)
             schemas = document["components"]["schemas"]
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
@@ -88,10 +109,18 @@ def _describe(app: FastAPI) -> None:
                 [(model, "serialization") for model in _EVENTS], ref_template="#/components/schemas/{model}"
             )
             schemas.update(events["$defs"])
-            document["paths"].update(_PROBES)
             document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _answers(method: str, operation: dict[str, Any]) -> dict[str, Any]:
+    """All answers of an operation by status, those included that it gets before its endpoint sees it."""
+    found = {status: answer for status, answer in operation["responses"].items() if status != "422"}
+    if operation.get("security") != []:
+        for status in (*_REFUSED, *(_REFUSED_POST if method == "post" else ())):
+            found.setdefault(str(status), _answer(meaning_of(status), _ERROR))
+    return dict(sorted(found.items()))

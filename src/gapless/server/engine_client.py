@@ -14,7 +14,7 @@ from typing import Any, Final, Self, get_args
 
 from gapless.config import EngineConfig
 from gapless.errors import ConfigError, EngineDeadError, RequestError
-from gapless.generation_defaults import GenerationConfigMode, sampling_defaults
+from gapless.generation_defaults import GenerationConfigMode, override_defaults
 from gapless.model.checkpoint import TokenizerSource
 from gapless.model.loading import Progress
 from gapless.prompts import PreparedPrompt, is_long_prompt, prepare_prompt
@@ -78,7 +78,8 @@ class ServedModelClient:
         """
         if generation_config not in get_args(GenerationConfigMode):
             raise ConfigError(f"generation_config={generation_config!r} is unknown; use one of auto, none")
-        overrides = sampling_defaults(override_generation_config or {}, override=True)
+        overrides = override_generation_config or {}
+        override_defaults(overrides)  # before a process is started
         link = EngineLink()
         ready = await link.start(
             StartEngine(
@@ -297,7 +298,7 @@ class ServedModelClient:
 
 
 def _load_text(
-    ready: Ready, generation_config: Mapping[str, Any], overrides: Mapping[str, float], chat_template: str | None
+    ready: Ready, generation_config: Mapping[str, Any], overrides: Mapping[str, Any], chat_template: str | None
 ) -> TextSide:
     """Load the tokenizer that the engine names; takes up to seconds."""
     source = ready.tokenizer_source

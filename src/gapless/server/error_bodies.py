@@ -38,6 +38,7 @@ __all__ = [
     "error_response",
     "error_responses",
     "install_error_handlers",
+    "meaning_of",
     "model_not_found",
 ]
 
@@ -51,14 +52,25 @@ _TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rat
 _MEANINGS: Final = {
     400: "The request is not valid; the message names the field.",
     401: "The API key is missing or wrong.",
+    403: "The `Host` header is not accepted.",
     404: "The model does not exist here.",
+    405: "The route takes another method.",
+    408: "The request came too slowly.",
     413: "The body is larger than the server takes.",
     429: "Too many requests wait already; try again after `Retry-After` seconds.",
+    431: "The head is larger than the server takes.",
     500: "The request failed on the server.",
-    503: "The engine has ended, or the server is shutting down.",
+    503: "The server is loading or shutting down, or its engine has ended.",
+    504: "The request took longer than the server allows.",
 }
 # A message of the layers below starts with the field that it is about: "top_k=-2 must be", "prompt[3] is empty".
 _LEADING_FIELD: Final = re.compile(r"[a-z][a-z0-9_]*(?:\[\d+\]|\.[a-z_][a-z0-9_]*)*")
+
+# What EngineDeadError says of its cause; behind it may stand the text of an exception, or the requests of a step.
+_ENDS_OF_ENGINES: Final = re.compile(
+    r"the engine process (?:was killed by (?:SIG\w+|signal \d+)|ended with status \d+)"
+    r"|the engine loop ended: [A-Za-z_]\w*|a step did not come back within [\d.e+]+ s|the engine was shut down"
+)
 
 
 class ErrorDetail(BaseModel):
@@ -120,7 +132,12 @@ def error_response(error: ApiError) -> Response:
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What an endpoint's OpenAPI document says about its errors."""
-    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
+    return {status: {"model": ErrorBody, "description": meaning_of(status)} for status in statuses}
+
+
+def meaning_of(status: int) -> str:
+    """What the OpenAPI document says of an error's status."""
+    return _MEANINGS[status]
 
 
 def api_error_of(error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
@@ -138,12 +155,18 @@ def api_error_of(error: BaseException, fields: Mapping[str, str] | None = None) 
         code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"
         return ApiError(400, str(error), param=_param_of(str(error), fields or {}), code=code)
     if isinstance(error, EngineDeadError):
-        message = "the engine has ended and no request can be served"
+        message = f"{_end_of_engine(error)}; no request can be served until the server is started again"
         return ApiError(503, message, code="engine_dead", headers={"Retry-After": "10"})
     if isinstance(error, RequestFailedError):
         return ApiError(500, str(error), code="request_failed")
     _log.error("an error that nobody expected", exc_info=error)
     return ApiError(500, "the server failed on this request; its log has the reason", code="internal_error")
+
+
+def _end_of_engine(error: EngineDeadError) -> str:
+    """How the engine has ended, as far as a client may know it: no text of an exception, which may show anything."""
+    known = _ENDS_OF_ENGINES.match(str(error))
+    return "the engine has ended" if known is None else known[0]
 
 
 def model_not_found(name: str) -> ApiError:

@@ -6,6 +6,10 @@ one whole head at a time, and the next request only when the one before has been
 head, one read and the body of the request being answered, and all bodies together have a limit (:class:`BodyMemory`).
 Trailers and chunk extensions are dropped.
 
+Writing has an end too. asyncio's ``close`` waits until all is written, which a reader that takes nothing puts off for
+ever: on TCP the kernel gives up after a while, on a Unix socket nobody does. So a connection whose reader takes nothing
+for ``send_timeout_s`` is aborted, and so is one whose answer the app has left in the middle.
+
 A refused request gets its answer, then up to a second to read it, while what still comes in is thrown away: closing at
 once would reset the connection under the answer. Belongs to the event loop; one protocol a connection, one
 :class:`BodyMemory` a server.
@@ -14,10 +18,12 @@ once would reset the connection under the answer. Belongs to the event loop; one
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import httptools
 import msgspec
+from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -48,6 +54,7 @@ class HttpLimits:
     max_connections: int = 4096
     head_timeout_s: float = 5.0
     body_timeout_s: float = 5.0
+    send_timeout_s: float = 120.0
 
 
 class BodyMemory:
@@ -110,6 +117,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._progress = 0
         self._was_paused = False
         self._num_lingered: int | None = None  # bytes thrown away since a refusal
+        self._reader_timer: asyncio.TimerHandle | None = None
+        self._loaded_app = self.app
+        self.app = self._run_app
 
     # --- the connection -----------------------------------------------------------------------------------------------
 
@@ -125,6 +135,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget everything."""
         self._stop_timer()
+        self._stop_watching()
         self._head.clear()
         self._forget_body()
         self._next = b""
@@ -159,6 +170,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
         elif self._next:
             self.loop.call_soon(self._go_on)
+        if self._reader_timer is None:
+            self._watch_reader()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection; one whose answer is not even read is cut."""
@@ -166,6 +179,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write: the app waits, and the reader is watched."""
+        super().pause_writing()
+        if self._reader_timer is None:
+            self._watch_reader()
 
     # --- a request ----------------------------------------------------------------------------------------------------
 
@@ -272,7 +291,42 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._was_paused = False
         self._start_timer(self._limits.body_timeout_s, self._body_is_late)
 
+    def _watch_reader(self) -> None:
+        """Look again after a while whether the client has taken anything of what waits for it."""
+        self._reader_timer = None
+        if num_unread := self.transport.get_write_buffer_size():
+            look = partial(self._reader_is_late, num_unread)
+            self._reader_timer = self.loop.call_later(self._limits.send_timeout_s, look)
+
+    def _reader_is_late(self, num_unread: int) -> None:
+        if self.transport.get_write_buffer_size() == num_unread:
+            self._cut_off()
+        else:
+            self._watch_reader()
+
+    def _stop_watching(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
     # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app; what it leaves in the middle, or cannot even begin to write, ends with the connection."""
+        cycle = self.cycle
+        try:
+            await self._loaded_app(scope, receive, send)
+        finally:
+            is_left = not (cycle.response_complete or cycle.disconnected)
+            if is_left and (cycle.response_started or self.flow.write_paused):
+                cycle.disconnected = True  # uvicorn has nothing to add
+                self._cut_off()
+
+    def _cut_off(self) -> None:
+        """End the connection now, with whatever has not been read."""
+        address = self.client[0] if self.client else None
+        _log.info("cut off", extra=fields(unread=self.transport.get_write_buffer_size(), client=address))
+        self.transport.abort()
 
     def _refuse(self, refusal: RefusalError) -> None:
         """Answer in the app's place, unless it has begun to, and end the connection."""
@@ -284,6 +338,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._num_lingered = 0
         self._head.clear()
+        is_answered = self._body is not None and self.cycle.response_complete
         self._forget_body()
         self._next = b""
         if self.transport.is_closing():
@@ -295,7 +350,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if has_begun:
                 self.transport.abort()
                 return
-        self.transport.write(_refusal_bytes(refusal))
+        if not is_answered:  # the app has answered without the rest of the body
+            self.transport.write(_refusal_bytes(refusal))
         self.transport.resume_reading()
         self.transport.write_eof()
         self._start_timer(LINGER_S, self.transport.abort)

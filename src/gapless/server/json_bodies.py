@@ -4,7 +4,8 @@ JSON leaves room that has bitten servers: ``NaN``, a key twice, nesting without 
 of a million digits, millions of empty lists, other encodings. All of it is refused here with a 400 that says where,
 before a model of the request is made. A large body is read in a thread: the event loop has streams to write meanwhile.
 The parser holds the interpreter's lock from the first value to the last, though, so how many there may be is bounded:
-8 MiB of ``[],[],[]`` would hold up every stream for most of a second.
+8 MiB of ``[],[],[]`` would hold up every stream for most of a second. For the same reason there is one such thread: of
+several, each would take the lock before the event loop has it again.
 
 The functions are pure; routes belong to the event loop.
 """
@@ -13,6 +14,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from fastapi import Request, Response
@@ -24,6 +26,7 @@ from gapless.server.error_bodies import ApiError
 __all__ = [
     "MAX_CONTAINERS",
     "MAX_FIELDS",
+    "MAX_FRACTIONS",
     "MAX_KEYS",
     "MAX_NESTING",
     "MAX_STRINGS",
@@ -39,11 +42,14 @@ MAX_KEYS: Final = 4096
 MAX_VALUES: Final = 1 << 20
 MAX_STRINGS: Final = 1 << 17
 MAX_CONTAINERS: Final = 1 << 16
+# They take ten times as long as integers, and no request needs more than a few: counted by their dots and exponents.
+MAX_FRACTIONS: Final = 1 << 17
 _LARGE_BODY_BYTES = 64 * 1024
 _JSON_TYPE: Final = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
 _CONTAINERS: Final = (dict, list)
 _SURROGATE_ESCAPE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_reader: Final = ThreadPoolExecutor(1, thread_name_prefix="gapless-json")
 
 
 class StrictJsonRoute(APIRoute):
@@ -58,7 +64,7 @@ class StrictJsonRoute(APIRoute):
         async def read_and_handle(request: Request) -> Response:
             _check_content_type(request)
             body = await request.body()
-            value = await asyncio.to_thread(read_json, body) if len(body) > _LARGE_BODY_BYTES else read_json(body)
+            value = await _read_large(body) if len(body) > _LARGE_BODY_BYTES else read_json(body)
             # Where starlette keeps what Request.json() has parsed once.
             request._json = value
             return await handle(request)
@@ -87,7 +93,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise _bad(f"the body is nested more than {MAX_NESTING} deep; flatten it") from None
     except ValueError:  # Python's limit on the digits of an integer
-        raise _bad("the body has an integer of thousands of digits") from None
+        raise _bad("the body has an integer of hundreds of digits or more") from None
     if not isinstance(value, dict):
         raise _bad(f"the body must be a JSON object, not {_NAMES.get(type(value), 'a number')}")
     if len(value) > MAX_FIELDS:  # each that is unknown would cost as much as a whole request
@@ -96,6 +102,10 @@ def read_json(body: bytes) -> dict[str, Any]:
     if _SURROGATE_ESCAPE.search(text):
         _check_surrogates(value, "")
     return value
+
+
+async def _read_large(body: bytes) -> dict[str, Any]:
+    return await asyncio.get_running_loop().run_in_executor(_reader, read_json, body)
 
 
 _NAMES: Final[dict[type, str]] = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
@@ -110,17 +120,27 @@ def _check_content_type(request: Request) -> None:
 
 def _check_counts(body: bytes) -> None:
     """Refuse more values than a request can need, before any of them is made."""
-    if body.count(b'"') // 2 > MAX_STRINGS or body.count(b",") > MAX_VALUES or _containers(body) > MAX_CONTAINERS:
+    if (
+        body.count(b'"') // 2 > MAX_STRINGS
+        or body.count(b",") > MAX_VALUES
+        or _containers(body) > MAX_CONTAINERS
+        or _fractions(body) > MAX_FRACTIONS
+    ):
         # Perhaps. Only now is it worth telling what is JSON from what is text in its strings.
         bare = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
         _check_count(bare.count(b'"') // 2, MAX_STRINGS, "strings")
         bare = b"".join(bare.split(b'"')[::2])
         _check_count(bare.count(b","), MAX_VALUES, "values")
         _check_count(_containers(bare), MAX_CONTAINERS, "arrays and objects")
+        _check_count(_fractions(bare), MAX_FRACTIONS, "fractions, exponents and truth values")
 
 
 def _containers(body: bytes) -> int:
     return body.count(b"[") + body.count(b"{")
+
+
+def _fractions(body: bytes) -> int:
+    return body.count(b".") + body.count(b"e") + body.count(b"E")
 
 
 def _check_count(count: int, limit: int, what: str) -> None:

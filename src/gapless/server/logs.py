@@ -2,7 +2,8 @@
 
 A log must not hold up a stream. Standard error may be a full disk, a closed pipe, or a pipe whose reader has stopped,
 which blocks the writer for good; so whoever logs only puts a record into a bounded queue, and lines that do not fit
-are counted and dropped. Control characters are escaped: a client cannot forge a line or command a terminal.
+are counted and dropped. Control characters are escaped, and a value that could be read as another field stands in
+quotes: a client can forge neither a line nor a part of one, nor command a terminal.
 
 :func:`configure_logs` is called once, by the main thread; logging itself may be done by any thread.
 """
@@ -11,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -24,6 +26,8 @@ __all__ = ["LogWriter", "configure_logs", "escaped", "fields"]
 MAX_QUEUED_RECORDS: Final = 10_000
 MAX_LINE_CHARACTERS: Final = 16_384
 _FIELDS: Final = "gapless_fields"
+# A value of these alone ends where the next field begins.
+_PLAIN_VALUE: Final = re.compile(r'[^\s"=\\]+')
 
 
 def fields(**values: object) -> dict[str, Any]:
@@ -34,6 +38,12 @@ def fields(**values: object) -> dict[str, Any]:
 def escaped(text: str) -> str:
     """``text`` with everything that is not printable as an escape, line breaks included."""
     return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
+
+
+def _field_value(value: object) -> str:
+    """A field's value: in quotes, as a string of JSON, where spaces, quotes or ``=`` could pass for another field."""
+    text = str(value)[:MAX_LINE_CHARACTERS]
+    return escaped(text if _PLAIN_VALUE.fullmatch(text) else json.dumps(text, ensure_ascii=False))
 
 
 def _escape(character: str) -> str:
@@ -56,7 +66,7 @@ class _Formatter(logging.Formatter):
             line = {"time": moment, "level": record.levelname.lower(), "logger": record.name, "message": message}
             traced = {} if trace is None else {"trace": trace[-MAX_LINE_CHARACTERS:]}
             return json.dumps({**line, **values, **traced}, default=str)
-        shown = "".join(f" {name}={escaped(str(value))[:MAX_LINE_CHARACTERS]}" for name, value in values.items())
+        shown = "".join(f" {name}={_field_value(value)}" for name, value in values.items())
         # A trace keeps its lines, each marked, so that none of them looks like a line of the log.
         traced_lines = "" if trace is None else "".join(f"\n  | {escaped(line)}" for line in trace.splitlines())
         return f"{moment} {record.levelname:<7} {escaped(message)}{shown}{traced_lines}"

@@ -29,11 +29,11 @@ def _histogram(name: str, bounds: tuple[float, ...], text: str) -> MetricInfo:
 
 
 METRICS: Final = (
-    _histogram("time_to_first_token_seconds", _LATENCY_S, "From acceptance to the first token, queueing included."),
+    _histogram("time_to_first_token_seconds", _LATENCY_S, "From the hand-over to the engine to the first token."),
     _histogram("time_per_output_token_seconds", _TOKEN_S, "Mean time per token after the first, of a choice."),
     _histogram("inter_token_latency_seconds", _TOKEN_S, "Between two deltas of one choice."),
-    _histogram("queue_time_seconds", _LATENCY_S, "From acceptance to the first step that has the request."),
-    _histogram("request_duration_seconds", _LATENCY_S, "From acceptance to the last token of the last choice."),
+    _histogram("queue_time_seconds", _LATENCY_S, "From arrival in the engine to the first step with the request."),
+    _histogram("request_duration_seconds", _LATENCY_S, "From the hand-over to the engine to the last token of all."),
     _histogram("request_prompt_tokens", _TOKENS, "Prompt tokens of a request."),
     _histogram("request_generation_tokens", _TOKENS, "Tokens of a choice."),
     MetricInfo(name="prompt_tokens_total", kind="counter", text="Prompt tokens of accepted requests."),

@@ -1,6 +1,7 @@
 """What Prometheus sees: :class:`ServerMetrics`, and :class:`GenerationWatch`, which measures one generation.
 
-Latencies are those of the API process: from when a request was accepted to when its text was ready to be sent. A
+Latencies are those of the API process: from when a request was handed to the engine to when its text was ready to be
+sent. What is known early is counted early, so that a stream shows while it runs. A
 histogram here is a list of counts and one bisection, since the time between tokens is observed for each delta of each
 stream; the event loop's thread alone writes, so nothing is locked. The registry is this object's own, nothing is
 global. Names and meanings stand in :mod:`gapless.server.metric_names`.
@@ -85,7 +86,7 @@ class GenerationWatch:
     A choice that has not ended when the block is left was aborted.
     """
 
-    __slots__ = ("_first_s", "_generation", "_last_s", "_metrics", "_num_ended", "_num_tokens")
+    __slots__ = ("_first_s", "_generation", "_has_begun", "_last_s", "_metrics", "_num_ended", "_num_tokens")
 
     def __init__(self, metrics: "ServerMetrics", generation: WatchedGeneration) -> None:
         self._metrics = metrics
@@ -94,26 +95,36 @@ class GenerationWatch:
         self._last_s: dict[int, float] = {}
         self._num_tokens: dict[int, int] = {}
         self._num_ended = 0
+        self._has_begun = False
 
     def __enter__(self) -> Self:
+        num_tokens = self._generation.num_prompt_tokens
+        self._metrics.count("prompt_tokens_total", amount=num_tokens)
+        self._metrics.observe("request_prompt_tokens", num_tokens)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        metrics, generation = self._metrics, self._generation
-        metrics.count("prompt_tokens_total", amount=generation.num_prompt_tokens)
-        metrics.count("cached_prompt_tokens_total", amount=generation.num_cached_tokens)
-        metrics.observe("request_prompt_tokens", generation.num_prompt_tokens)
-        if (queue_s := generation.metrics.queue_s) is not None:
-            metrics.observe("queue_time_seconds", queue_s)
-        if (lost := generation.params.n - self._num_ended) > 0:
-            metrics.count("choices_total", "abort", amount=lost)
+        self._begin()
+        if (lost := self._generation.params.n - self._num_ended) > 0:
+            self._metrics.count("choices_total", "abort", amount=lost)
         elif self._last_s:
-            metrics.observe("request_duration_seconds", max(self._last_s.values()) - generation.metrics.arrived_s)
+            took_s = max(self._last_s.values()) - self._generation.metrics.arrived_s
+            self._metrics.observe("request_duration_seconds", took_s)
+
+    def _begin(self) -> None:
+        """Count what is known once the engine has begun with the prompt, which may be told with the first tokens."""
+        queue_s = self._generation.metrics.queue_s
+        if self._has_begun or queue_s is None:
+            return
+        self._has_begun = True
+        self._metrics.observe("queue_time_seconds", queue_s)
+        self._metrics.count("cached_prompt_tokens_total", amount=self._generation.num_cached_tokens)
 
     def add(self, deltas: Sequence[Delta]) -> None:
         """Take the news that the generation gave just now."""
+        self._begin()
         now_s = time.perf_counter()
         for delta in deltas:
             if num := len(delta.token_ids):

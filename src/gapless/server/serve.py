@@ -19,6 +19,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from enum import IntEnum
@@ -47,6 +48,8 @@ _log = logging.getLogger("gapless.server")
 
 # How long requests have to tell their clients that they were cut off, in seconds.
 _LAST_WORDS_S: Final = 2
+# Of an integer in a body, the least that Python can be told: 8 MiB of those with thousands would take it 0.2 s to read.
+_MAX_DIGITS: Final = 640
 
 
 class ExitCode(IntEnum):
@@ -68,6 +71,7 @@ def run_server(settings: ServerSettings, listener: socket.socket) -> int:
         CheckpointError: the model is missing, damaged or not supported.
         EngineDeadError: the engine ended while it was starting.
     """
+    sys.set_int_max_str_digits(_MAX_DIGITS)
     writer = configure_logs(level=settings.log_level, json_lines=settings.log_json)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -8,6 +8,7 @@ slow and belongs off an event loop.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from gapless.errors import RequestError, shown
 from gapless.text.chat import JsonValue, Message, checked_messages, checked_value, render_template
@@ -16,6 +17,8 @@ from gapless.text.stream_decoder import StreamDecoder
 from gapless.text.validation import check_text
 
 __all__ = ["RenderedChat", "SpecialSpan", "Tokenizer"]
+
+_PIECE_CHARACTERS: Final = 16_384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +133,23 @@ class Tokenizer(ABC):
         if bos is not None and ids[:2] == [bos, bos] and self._encode(text, False)[:1] == [bos] and self._adds_bos():
             del ids[0]
         return ids
+
+    def is_longer_than(self, num_tokens: int, text: str, *, field: str = "text") -> bool:
+        """Whether a text has more tokens, counted in pieces: time and memory are those of about ``num_tokens``.
+
+        To tokenise 8 MB at once takes a gigabyte. A token may lie across two pieces, so the count can be too high by a
+        few in each 16,384 characters: ask for twice a limit that must be kept exactly, and tokenise what is below it.
+
+        Raises:
+            RequestError: as :meth:`encode`.
+        """
+        count = 0
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            piece = text[start : start + _PIECE_CHARACTERS]
+            count += len(self.encode(piece, add_special_tokens=False, field=field))
+            if count > num_tokens:
+                return True
+        return False
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -2,7 +2,7 @@
 
 Bodies that are no JSON or far too deep or long, values of every wrong type and size in every field, bombs for the
 template engine, tokenizer and sampler, and heads that lie. What is refused is refused with 4xx and the error object;
-the engine never notices.
+the engine never notices. :func:`requests_naming` has those that ask the server to fetch something.
 """
 
 import gzip
@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["HostileRequest", "hostile_requests"]
+from gapless.server.json_bodies import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
+
+__all__ = ["HostileRequest", "hostile_requests", "requests_naming"]
 
 CHAT, COMPLETIONS, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
 HUGE = 10**30
@@ -29,10 +31,19 @@ class HostileRequest:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def hostile_requests() -> list[HostileRequest]:
-    """All of them, by name, in a fixed order."""
-    found = [*_bodies(), *_wrong_values(), *_wrong_messages(), *_template_bombs(), *_sizes(), *_targets()]
-    assert len({request.name for request in found}) == len(found)
+def hostile_requests() -> dict[str, list[HostileRequest]]:
+    """All of them by kind, in a fixed order; no two have the same name."""
+    found = {
+        "bodies": list(_bodies()),
+        "values": list(_wrong_values()),
+        "messages": list(_wrong_messages()),
+        "templates": list(_template_bombs()),
+        "sizes": list(_sizes()),
+        "bodies as long as they may be": list(_longest_bodies()),
+        "targets": list(_targets()),
+    }
+    names = [request.name for requests in found.values() for request in requests]
+    assert len(set(names)) == len(names)
     return found
 
 
@@ -218,6 +229,89 @@ def _sizes() -> Iterator[HostileRequest]:
     }
     for name, body in much.items():
         yield _request(name, COMPLETIONS, body)
+
+
+def _longest_bodies() -> Iterator[HostileRequest]:
+    """Just below what is read at all: each takes the parser, the tokenizer or the checks as long as a body can."""
+    size = (8 << 20) - 500
+    texts = {
+        "one word": b"a" * size,
+        "many words": b"word " * (size // 5),
+        "escapes": b"\\u0061" * (size // 6),
+        "four-byte characters": "\N{GRINNING FACE}".encode() * (size // 4),
+        "one four-byte character": b"a" * size + "\N{GRINNING FACE}".encode(),
+        "a lone surrogate at the end": b"a" * size + b"\\ud83d",
+        "control text": b"<|im_end|>" * (size // 10),
+        "escaped quotes": b'\\"' * (size // 2),
+        "brackets": b"[" * size,
+    }
+    for name, text in texts.items():
+        yield _request(f"text: {name}", COMPLETIONS, b'{"prompt": "%b"}' % text)
+        yield _request(f"content: {name}", CHAT, b'{"messages": [{"role": "user", "content": "%b"}]}' % text)
+    yield _request("key", COMPLETIONS, b'{"prompt": "hi", "%b": 1}' % texts["one word"])
+    yield _request("role", CHAT, b'{"messages": [{"content": "hi", "role": "%b"}]}' % texts["one word"])
+    lists = {
+        "a million ids": [b"1"] * (MAX_VALUES - 8),
+        "a million larger ids": [b"1234567"] * (MAX_VALUES - 8),
+        "a million fractions": [b"1e300"] * (MAX_VALUES - 8),
+        "long numbers": [b"9" * 4000] * 2000,
+        "lists of ids": [b"[" + b"1," * 14 + b"1]"] * (MAX_CONTAINERS - 8),
+        "objects": [b'{"a":1}'] * (MAX_CONTAINERS - 8),
+        "texts": [b'"a"'] * (MAX_STRINGS - 8),
+    }
+    for name, items in lists.items():
+        values = b",".join(items)
+        yield _request(f"prompt: {name}", COMPLETIONS, b'{"prompt": [%b]}' % values)
+        yield _request(f"messages: {name}", CHAT, b'{"messages": [%b]}' % values)
+        yield _request(f"bad_words: {name}", COMPLETIONS, b'{"prompt": "hi", "bad_words": [[1], %b]}' % values)
+
+
+def requests_naming(url: str) -> dict[str, list[HostileRequest]]:
+    """Requests with an address in them, by the field that is refused for it; those under ``""`` are answered."""
+    parts = {
+        "messages[0].content[0]": [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "image_url", "image_url": url},
+            {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}},
+            {"type": "video_url", "video_url": {"url": url}},
+            {"type": "file", "file": {"file_id": url}},
+            {"type": "file", "file": {"file_data": url, "filename": url}},
+        ],
+        "input[0].content[0].type": [
+            {"type": "input_image", "image_url": url},
+            {"type": "input_file", "file_url": url},
+            {"type": "input_file", "file_id": url},
+        ],
+    }
+    function = {"type": "function", "function": {"name": "f", "parameters": {"$ref": url}}}
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"$ref": url}}}
+    fields: list[tuple[str, str, dict[str, Any]]] = [
+        *((CHAT, "tools", {"tools": [tool]}) for tool in (function, {"type": "mcp", "server_url": url})),
+        (CHAT, "response_format", {"response_format": schema}),
+        *((CHAT, name, {name: url}) for name in ("model", "chat_template", "tool_choice", "audio", "prediction")),
+        *((CHAT, name, {name: {"url": url}}) for name in ("web_search_options", "function_call", "audio")),
+        (CHAT, "functions", {"functions": [{"name": "f", "parameters": {"$ref": url}}]}),
+        *((COMPLETIONS, name, {name: url}) for name in ("model", "suffix")),
+        (COMPLETIONS, "prompt", {"prompt": {"url": url}}),
+        *((RESPONSES, name, {name: url}) for name in ("previous_response_id", "conversation", "model")),
+        (RESPONSES, "prompt", {"prompt": {"id": url}}),
+        (RESPONSES, "tools", {"tools": [{"type": "mcp", "server_label": "s", "server_url": url}]}),
+        (RESPONSES, "text", {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"$ref": url}}}}),
+        (CHAT, "image_url", {"image_url": url}),
+        (CHAT, "", {"user": url, "metadata": {"url": url}, "stop": url, "chat_template_kwargs": {"url": url}}),
+        (CHAT, "", {"messages": [{"role": "user", "content": url, "name": url, "image_url": url}]}),
+        (COMPLETIONS, "", {"prompt": url, "user": url, "cache_salt": url, "bad_words": [url[:16]]}),
+        (RESPONSES, "", {"input": url, "instructions": url, "metadata": {"url": url}}),
+    ]
+    for place, found in parts.items():
+        for part in found:
+            message = {"role": "user", "content": [part]}
+            path, name = (CHAT, "messages") if place.startswith("messages") else (RESPONSES, "input")
+            fields.append((path, place, {name: [message]}))
+    requests: dict[str, list[HostileRequest]] = {}
+    for number, (path, place, values) in enumerate(fields):
+        requests.setdefault(place, []).append(_request(f"{number} {place}", path, {**_valid(path), **values}))
+    return requests
 
 
 def _targets() -> Iterator[HostileRequest]:

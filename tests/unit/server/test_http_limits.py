@@ -12,12 +12,15 @@ import httptools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
 
 from gapless.server.http_framing import BodyReader, Framing, RefusalError, read_head
 from gapless.server.http_limits import HttpLimits
+from unit.server.hostile_messages import CHUNKED, hostile_messages, post
 from unit.server.live_server import EchoApp, LiveServer, receive_all, receive_answer, send, status_of
 
 LIMITS = HttpLimits(max_body_bytes=100_000, max_connections=20, head_timeout_s=0.5, body_timeout_s=0.5)
+BAD = hostile_messages(LIMITS.max_body_bytes)
 GOOD = b"POST /good HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody"
 GROWTH_MIB = 24
 
@@ -50,80 +53,10 @@ def server(running: LiveServer, app: EchoApp) -> Iterator[LiveServer]:
     _wait_for_held(running, 0)
 
 
-def post(*lines: bytes, body: bytes = b"") -> bytes:
-    return b"\r\n".join((b"POST /x HTTP/1.1", b"Host: x", *lines, b"", b"")) + body
-
-
-CHUNKED = b"Transfer-Encoding: chunked"
-BAD = {
-    "no HTTP": (b"hello\r\n\r\n", 400),
-    "HTTP/0.9": (b"GET /\r\n\r\n", 400),
-    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200) + b"\r\n\r\n", 400),
-    "lower-case method": (b"get / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-    "unknown method": (b"FROB / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-    "space in the target": (b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-    "NUL in the target": (b"GET /a\x00 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-    "non-ASCII target": (b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-    "target without a path": (b"GET x HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-    "CONNECT": (b"CONNECT evil:443 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-    "no Host": (b"GET / HTTP/1.1\r\n\r\n", 400),
-    "two Hosts": (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
-    "NUL in a header": (post(b"A: b\x00c"), 400),
-    "folded header": (post(b"A: b\r\n c"), 400),
-    "folded first header": (b"GET / HTTP/1.1\r\n Host: x\r\n\r\n", 400),
-    "space before the colon": (post(b"Content-Length : 3"), 400),
-    "header without a colon": (post(b"nonsense"), 400),
-    "header without a name": (post(b": x"), 400),
-    "bare line feeds": (b"POST /x HTTP/1.1\nHost: x\nContent-Length: 1\n\na\r\n\r\n", 400),
-    "bare line feed in a header": (post(b"A: b\nContent-Length: 5"), 400),
-    "bare carriage return": (post(b"A: b\rC: d"), 400),
-    "long URL": (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
-    "long header": (post(b"A: " + b"a" * 70_000), 431),
-    "many headers": (post(*(b"A%d: b" % number for number in range(101))), 431),
-    "many long headers": (post(*(b"A%d: %s" % (number, b"b" * 1000) for number in range(99))), 431),
-    "negative length": (post(b"Content-Length: -1"), 400),
-    "length with a plus": (post(b"Content-Length: +4", body=b"body"), 400),
-    "hexadecimal length": (post(b"Content-Length: 0x4", body=b"body"), 400),
-    "length in words": (post(b"Content-Length: four", body=b"body"), 400),
-    "empty length": (post(b"Content-Length:", body=b"body"), 400),
-    "two lengths": (post(b"Content-Length: 4", b"Content-Length: 5", body=b"body!"), 400),
-    "the same length twice": (post(b"Content-Length: 4", b"Content-Length: 4", body=b"body"), 400),
-    "a list of lengths": (post(b"Content-Length: 4, 4", body=b"body"), 400),
-    "huge length": (post(b"Content-Length: 100001"), 413),
-    "length beyond 64 bits": (post(b"Content-Length: 99999999999999999999"), 400),
-    "length and chunks": (post(b"Content-Length: 4", CHUNKED, body=b"0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n"), 400),
-    "chunks and length": (post(CHUNKED, b"Content-Length: 4", body=b"0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n"), 400),
-    "unknown encoding": (post(b"Transfer-Encoding: gzip", body=b"0\r\n\r\n"), 400),
-    "two encodings": (post(b"Transfer-Encoding: gzip, chunked", body=b"0\r\n\r\n"), 400),
-    "encoding twice": (post(CHUNKED, CHUNKED, body=b"0\r\n\r\n"), 400),
-    "odd spelling": (post(b"Transfer-Encoding: xchunked", body=b"0\r\n\r\n"), 400),
-    "vertical tab": (post(b"Transfer-Encoding: \x0bchunked", body=b"0\r\n\r\n"), 400),
-    "chunks in HTTP/1.0": (b"POST /x HTTP/1.0\r\nHost: x\r\n" + CHUNKED + b"\r\n\r\n0\r\n\r\n", 400),
-    "chunk size in words": (post(CHUNKED, body=b"four\r\nbody\r\n0\r\n\r\n"), 400),
-    "negative chunk": (post(CHUNKED, body=b"-4\r\nbody\r\n0\r\n\r\n"), 400),
-    "chunk size 0x4": (post(CHUNKED, body=b"0x4\r\nbody\r\n0\r\n\r\n"), 400),
-    "empty chunk size": (post(CHUNKED, body=b"\r\nbody\r\n0\r\n\r\n"), 400),
-    "overflowing chunk size": (post(CHUNKED, body=b"FFFFFFFFFFFFFFFF1\r\nbody\r\n0\r\n\r\n"), 400),
-    "huge chunk": (post(CHUNKED, body=b"FFFFFFFF\r\nbody"), 413),
-    "chunks beyond the limit": (post(CHUNKED, body=b"C350\r\n" + b"a" * 50_000 + b"\r\n" + b"C351\r\n"), 413),
-    "chunk longer than its size": (post(CHUNKED, body=b"3\r\nbody\r\n0\r\n\r\n"), 400),
-    "bare line feed after a size": (post(CHUNKED, body=b"4\nbody\n0\n\n"), 400),
-    "long chunk extension": (post(CHUNKED, body=b"4;" + b"x" * 300 + b"\r\nbody\r\n0\r\n\r\n"), 400),
-    "endless chunk extension": (post(CHUNKED, body=b"4;" + b"x" * 1_000_000), 400),
-    "endless chunk size": (post(CHUNKED, body=b"0" * 1_000_000), 400),
-    "many tiny chunks": (post(CHUNKED, body=b"1\r\na\r\n" * 20_000), 400),
-    "long trailer": (post(CHUNKED, body=b"0\r\nA: " + b"x" * 5000 + b"\r\n\r\n"), 431),
-    "endless trailer": (post(CHUNKED, body=b"0\r\n" + b"A: b\r\n" * 100_000), 431),
-    "endless trailer line": (post(CHUNKED, body=b"0\r\nA: " + b"x" * 1_000_000), 431),
-}
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_each_bad_request_is_refused(server: LiveServer, app: EchoApp, name: str) -> None:
-    data, status = BAD[name]
-    answer = server.exchange(data)
-    assert status_of(answer) == status
+    answer = server.exchange(BAD[name].data)
+    assert status_of(answer) == BAD[name].status
     assert answer.count(b"HTTP/1.1 ") == 1, "nothing behind it was taken for a request"
     assert b"connection: close" in answer
     assert answer.partition(b"\r\n\r\n")[2].startswith(b'{"error":{"message":')
@@ -292,6 +225,18 @@ def test_expect_continue(server: LiveServer, app: EchoApp) -> None:
         assert status_of(receive_all(connection)) == 413, "before the body is sent"
 
 
+def test_a_body_that_grows_too_long_behind_its_answer_gets_no_second_one(loop: str) -> None:
+    async def answer_at_once(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    with LiveServer(answer_at_once, limits=LIMITS, loop=loop) as server, server.connection() as connection:
+        send(connection, post(CHUNKED) + b"C350\r\n")
+        assert status_of(connection.recv(4096)) == 404
+        send(connection, b"a" * 50_000 + b"\r\nC351\r\n")
+        assert receive_all(connection) == b""
+
+
 def test_an_idle_connection_is_closed_and_a_busy_one_is_not(server: LiveServer, app: EchoApp) -> None:
     app.delay_s = 1.6
     with server.connection() as connection:
@@ -335,9 +280,9 @@ def test_all_bodies_together_have_a_limit(loop: str, framing: str) -> None:
             assert b"150000 bytes of bodies, the limit" in refused
             assert _refusals(server, "bodies") == 1
             assert server.memory.num_bytes == 100_000, "of the first only"
-            assert receive_answer(first).endswith(b"POST /x 100000")
+            assert receive_answer(first).endswith(b"POST /v1/completions 100000")
             first.sendall(body)
-            assert receive_answer(first).endswith(b"POST /x 100000"), "its memory was given back"
+            assert receive_answer(first).endswith(b"POST /v1/completions 100000"), "its memory was given back"
         _wait_for_held(server, 0)
 
 
@@ -369,7 +314,7 @@ def test_whatever_is_taken_ends_where_the_other_parser_ends_it() -> None:
         def on_message_complete(self) -> None:
             self.complete += 1
 
-    for data, _ in [*BAD.values(), *GOOD_REQUESTS.values()]:
+    for data in [*(message.data for message in BAD.values()), *(data for data, _ in GOOD_REQUESTS.values())]:
         head, separator, rest = data.lstrip(b"\r\n").partition(b"\r\n\r\n")
         try:
             framing = read_head(head + separator, max_body_bytes=100_000)
@@ -398,7 +343,7 @@ def test_whatever_is_taken_ends_where_the_other_parser_ends_it() -> None:
 )
 def test_an_ambiguous_head_is_refused_by_the_framing_alone(name: str) -> None:
     """Without the second parser, whose strictness is a setting of a library."""
-    head = BAD[name][0].partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    head = BAD[name].data.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
     with pytest.raises(RefusalError) as caught:
         read_head(head, max_body_bytes=100_000)
     assert caught.value.status == 400

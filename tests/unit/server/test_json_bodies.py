@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gapless.server.error_bodies import ApiError
-from gapless.server.json_bodies import MAX_CONTAINERS, MAX_NESTING, MAX_STRINGS, MAX_VALUES, read_json
+from gapless.server.json_bodies import (
+    MAX_CONTAINERS,
+    MAX_FRACTIONS,
+    MAX_NESTING,
+    MAX_STRINGS,
+    MAX_VALUES,
+    read_json,
+)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 values = st.recursive(
@@ -54,6 +61,9 @@ def test_the_limit_of_nesting() -> None:
         (b'""', MAX_STRINGS - 1, "strings"),
         (b"[]", MAX_CONTAINERS - 2, "arrays and objects"),
         (b"{}", MAX_CONTAINERS - 2, "arrays and objects"),
+        (b"1.5", MAX_FRACTIONS, "fractions, exponents and truth values"),
+        (b"1E2", MAX_FRACTIONS, "fractions, exponents and truth values"),
+        (b"true", MAX_FRACTIONS, "fractions, exponents and truth values"),
         (b'"\\\\", "\\""', (MAX_STRINGS - 1) // 2, "strings"),
     ],
 )
@@ -64,7 +74,7 @@ def test_the_limits_of_counts(item: bytes, limit: int, what: str) -> None:
         read_json(b'{"a":[' + b",".join([item] * (limit + 2)) + b"]}")
 
 
-@pytest.mark.parametrize("text", ['say: "[{,}]"\\', '\\"', "[", "{", ",", "\\\\", '"'])
+@pytest.mark.parametrize("text", ['say: "[{,}]"\\', '\\"', "[", "{", ",", "\\\\", '"', "e.E"])
 def test_what_looks_like_json_in_a_text_is_text(text: str) -> None:
     value = {"a": text * MAX_VALUES, "b": [text] * 100}
     assert read_json(json.dumps(value).encode()) == value

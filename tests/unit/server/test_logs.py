@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,53 @@ def test_a_line_is_a_line_whatever_is_in_it(json_lines: bool, log: logging.Logge
         assert r"message a\nFAKE line\r\x1b[2J\x9b\u2028\x00\u202eé😀" in first
         assert first.endswith("status=200")
         assert second.endswith("INFO    plain")
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ("/v1/models", "/v1/models"),
+        (200, "200"),
+        (None, "None"),
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("/a status=200 client=1.2.3.4", '"/a status=200 client=1.2.3.4"'),
+        ("a=b", '"a=b"'),
+        ('"', r'"\""'),
+        ('x" status=200 y="', r'"x\" status=200 y=\""'),
+        ("a\\", r'"a\\"'),
+        ('\\" status=200', r'"\\\" status=200"'),
+        ("", '""'),
+        ("\t", r'"\t"'),
+        ("\N{NO-BREAK SPACE}status=200", r'"\xa0status=200"'),
+        ("\N{IDEOGRAPHIC SPACE}x", r'"\u3000x"'),
+    ],
+)
+def test_a_value_cannot_pass_for_another_field(
+    value: object, written: str, log: logging.Logger, tmp_path: Path
+) -> None:
+    def lines() -> None:
+        log.info("request", extra=fields(path=value, status=404))
+
+    [line] = write(log, tmp_path / "log", json_lines=False, lines=lines)
+    assert line.endswith(f" request path={written} status=404")
+    # Who takes quoted parts as one finds each field once.
+    found = dict(re.findall(r'(\w+)=("(?:[^"\\]|\\.)*"|[^\s"=]+)(?: |$)', line))
+    assert found == {"path": written, "status": "404"}
+
+
+def test_a_path_forges_no_field_of_the_access_log(log: logging.Logger, tmp_path: Path) -> None:
+    access = logging.getLogger("gapless.access")
+    app = FastAPI(redirect_slashes=False)
+    install(app, Context(ServerSettings()))  # type: ignore[arg-type]
+
+    def lines() -> None:
+        with TestClient(app, base_url="http://127.0.0.1") as client:
+            client.get("/x%20status=200%20client=10.0.0.1%0astatus=200", headers={"X-Request-Id": "a=b"})
+
+    [line] = write(access, tmp_path / "log", json_lines=False, lines=lines)
+    access.setLevel(logging.NOTSET)
+    told = r'request_id="a=b" method=GET path="/x status=200 client=10.0.0.1\nstatus=200" status=404 ms='
+    assert told in line
 
 
 def test_a_trace_cannot_look_like_a_line_of_the_log(log: logging.Logger, tmp_path: Path) -> None:

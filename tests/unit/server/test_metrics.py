@@ -94,6 +94,37 @@ def test_choices_are_measured_each_and_the_prompt_once(clock: list[float]) -> No
     assert got["gapless_choices_total{finish_reason=length}"] == 1
 
 
+def test_a_request_that_runs_can_be_seen(clock: list[float]) -> None:
+    metrics = ServerMetrics()
+    asked = Asked(num_cached_tokens=0, metrics=RequestMetrics(arrived_s=100.0))
+    with metrics.watch(asked) as watch:
+        got = values(metrics)
+        assert got["gapless_prompt_tokens_total"] == got["gapless_request_prompt_tokens_sum"] == 10
+        assert got["gapless_request_prompt_tokens_count"] == 1
+        assert got["gapless_queue_time_seconds_count"] == 0, "the engine has not begun with it"
+        asked.metrics.scheduled_s, asked.num_cached_tokens = 100.07, 4
+        for _ in range(3):
+            watch.add([News(0, [1])])
+        during = values(metrics)
+        assert during["gapless_queue_time_seconds_count"] == 1
+        assert during["gapless_queue_time_seconds_sum"] == pytest.approx(0.07)
+        assert during["gapless_cached_prompt_tokens_total"] == 4
+        assert during["gapless_generation_tokens_total"] == 3
+    after = values(metrics)
+    for name in ("prompt_tokens_total", "cached_prompt_tokens_total", "queue_time_seconds_count"):
+        assert after[f"gapless_{name}"] == during[f"gapless_{name}"], "and it is counted once"
+
+
+def test_a_request_that_never_began_has_not_waited_for_a_step() -> None:
+    metrics = ServerMetrics()
+    with metrics.watch(Asked(num_cached_tokens=0, metrics=RequestMetrics(arrived_s=100.0))):
+        pass
+    got = values(metrics)
+    assert got["gapless_prompt_tokens_total"] == 10
+    assert got["gapless_queue_time_seconds_count"] == 0
+    assert got["gapless_choices_total{finish_reason=abort}"] == 1
+
+
 def test_whoever_leaves_is_counted_as_aborted(clock: list[float]) -> None:
     metrics = ServerMetrics()
     with suppress(KeyError), metrics.watch(Asked(params=SamplingParams(n=3))) as watch:

@@ -123,6 +123,52 @@ def test_many_at_once_with_the_asynchronous_client(server: ApiServer) -> None:
     assert asyncio.run(all_of_them()) == [ANSWER] * 30
 
 
+def test_responses_of_the_asynchronous_client(server: ApiServer) -> None:
+    async def whole(client: AsyncOpenAI) -> str:
+        response = await client.responses.create(model=MODEL, input="Hello", temperature=0)
+        assert response.status == "completed"
+        return response.output_text
+
+    async def streamed(client: AsyncOpenAI) -> str:
+        events = await client.responses.create(model=MODEL, input="Hello", temperature=0, stream=True)
+        seen = [event async for event in events]
+        assert (seen[0].type, seen[-1].type) == ("response.created", "response.completed")
+        return "".join(event.delta for event in seen if event.type == "response.output_text.delta")
+
+    async def with_the_helper(client: AsyncOpenAI) -> str:
+        async with client.responses.stream(model=MODEL, input="Hello", temperature=0) as stream:
+            async for _ in stream:
+                pass
+            return (await stream.get_final_response()).output_text
+
+    async def cut_off(client: AsyncOpenAI) -> str:
+        response = await client.responses.create(model=MODEL, input="Hello", temperature=0, max_output_tokens=2)
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        return response.output_text
+
+    async def all_of_them() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.responses.create(model=MODEL, input="Hello", temperature=-1, stream=True)
+            assert caught.value.param == "temperature"
+            ways = (whole, streamed, with_the_helper) * 5
+            return await asyncio.gather(cut_off(client), *(way(client) for way in ways))
+
+    assert asyncio.run(all_of_them()) == ["hi", *[ANSWER] * 15]
+
+
+def test_completions_of_the_asynchronous_client(server: ApiServer) -> None:
+    async def both() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            whole = await client.completions.create(model=MODEL, prompt="P", temperature=0)
+            stream = await client.completions.create(model=MODEL, prompt="P", temperature=0, stream=True)
+            return [whole.choices[0].text, "".join([chunk.choices[0].text async for chunk in stream])]
+
+    assert asyncio.run(both()) == ["pq", "pq"]
+
+
 def test_c54_a_client_that_leaves_a_stream(server: ApiServer, client: OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL, prompt="Q", temperature=0, stream=True, max_tokens=250, extra_body={"ignore_eos": True}

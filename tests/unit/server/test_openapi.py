@@ -1,14 +1,17 @@
 """The OpenAPI document tells the truth: requests made from it get answers that it describes, and never a 5xx."""
 
+import json
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
-from fixtures.api_server import ApiServer
+from fixtures.api_server import MODEL, ApiServer, sse_events
+from unit.server.test_security import PUBLIC
 
 load_all_checks()
 CHOSEN = CHECKS.get_by_names(
@@ -25,7 +28,12 @@ OPERATIONS = [
     ("get", "/health"),
     ("get", "/ready"),
     ("get", "/version"),
+    ("get", "/metrics"),
 ]
+STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+# What the guards answer before an endpoint sees a request.
+GUARDS = {"401", "403", "503"}
+GUARDS_OF_POSTS = {"405", "408", "413", "429", "431", "504"}
 # Numbers of tokens are kept small, so that the test asks many questions and not for many tokens.
 COUNTS = ("n", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 
@@ -39,13 +47,18 @@ def document(bos_server: ApiServer) -> Any:
 
 def test_every_operation_is_described(document: Any) -> None:
     described = {(method, path) for path, item in document["paths"].items() for method in item}
-    assert {(method, path) for method, path in OPERATIONS} <= described
+    assert set(OPERATIONS) == described
     for path, item in document["paths"].items():
         for method, operation in item.items():
             assert "422" not in operation["responses"], (method, path)
+            answers = operation["responses"]
+            expected = {"200", *(() if path in PUBLIC else GUARDS)}
             if method == "post":
-                assert {"200", "400", "401", "404", "413", "429", "503"} <= set(operation["responses"])
-                error = operation["responses"]["400"]["content"]["application/json"]["schema"]
+                expected |= {"400", "404", "500", *GUARDS_OF_POSTS}
+            assert expected <= answers.keys(), (method, path)
+            assert (operation.get("security") == []) is (path in PUBLIC), (method, path)
+            for status in expected - {"200"}:
+                error = answers[status]["content"]["application/json"]["schema"]
                 assert error == {"$ref": "#/components/schemas/ErrorBody"}
     unknown = [name for name in references(document) if name not in document["components"]["schemas"]]
     assert not unknown
@@ -70,6 +83,16 @@ def with_plain_integers(node: Any) -> Any:
     return {name: with_plain_integers(item) for name, item in node.items()} if isinstance(node, dict) else node
 
 
+def checked_events(document: Any, path: str, raw: bytes) -> list[str]:
+    """The data of a stream's events, each of which has the form that the document tells."""
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    validator = jsonschema_rs.validator_for({**content["schema"], "components": document["components"]})
+    events = [data for _, data in sse_events(raw) if data != "[DONE]"]
+    for data in events:
+        validator.validate(json.loads(data))
+    return events
+
+
 @pytest.mark.parametrize(
     ("method", "path", "mode"),
     [
@@ -82,7 +105,8 @@ def test_answers_are_as_described(
 ) -> None:
     schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=bos_server.url)
-    statuses = []
+    statuses: list[int] = []
+    streamed: list[str] = []
 
     @settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
@@ -92,16 +116,24 @@ def test_answers_are_as_described(
             for name in COUNTS:
                 if isinstance(case.body.get(name), int) and case.body[name] > 3:
                     case.body[name] = 3
-            case.body.pop("model", None)
-            if case.body.get("stream") is True:
-                case.body["stream"] = False
+            if mode == GenerationMode.POSITIVE:
+                if isinstance(case.body.get("model"), str):
+                    case.body["model"] = MODEL  # any other is a 404, and nothing else of the request is tried
+                if path in STREAMS:
+                    case.body["stream"] = len(case.body) % 2 == 0  # by chance they are too rare
         response = case.call()
         statuses.append(response.status_code)
-        case.validate_response(response, checks=CHOSEN)
+        if response.headers["content-type"][0].startswith("text/event-stream"):
+            # The document tells the form of an event's data; schemathesis takes it for that of the event itself.
+            case.validate_response(response, checks=CHOSEN[:-1])
+            streamed.extend(checked_events(document, path, response.content))
+        else:
+            case.validate_response(response, checks=CHOSEN)
 
     ask()
     if mode == GenerationMode.NEGATIVE:
         assert 400 in statuses
     else:
         assert ("{" in path and 404 in statuses) or 200 in statuses
+        assert streamed or path not in STREAMS
     bos_server.assert_serves()

@@ -4,11 +4,14 @@ import asyncio
 import cProfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from fixtures.api_server import ApiServer
+from fixtures.tokenizers import CHATML, LLAMA2_CHAT, save_byte_tokenizer
 from gapless.errors import RequestError
 from gapless.server.endpoints.limited_threads import LimitedThreads
 from gapless.server.endpoints.prompting import ChatPrompter
@@ -36,6 +39,27 @@ def test_c35_one_bos_everywhere(bos_server: ApiServer) -> None:
     for prompt, count in ((rendered, len(chat)), ("Hi", 3)):
         assert bos_server.complete(prompt)["usage"]["prompt_tokens"] == count
     assert bos_server.complete("Hi", add_special_tokens=False)["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize(("fixture", "template"), [("server", CHATML), ("bos_server", LLAMA2_CHAT)])
+def test_c35_a_chat_has_the_ids_of_transformers(
+    request: pytest.FixtureRequest, tmp_path: Path, fixture: str, template: str, add_generation_prompt: bool
+) -> None:
+    """Templates with and without BOS; that one has no header for the answer makes no difference."""
+    api: ApiServer = request.getfixturevalue(fixture)
+    theirs = AutoTokenizer.from_pretrained(
+        save_byte_tokenizer(tmp_path, add_bos=fixture == "bos_server", chat_template=template)
+    )
+    messages = [*user("Hi é"), {"role": "assistant", "content": "x "}, *user("  bye")]
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+    options = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    assert api.ok("/tokenize", **options)["tokens"] == ids
+    assert api.ok(CHAT, **options, max_tokens=1)["usage"]["prompt_tokens"] == len(ids)
+    rendered = theirs.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+    assert api.ok("/tokenize", prompt=rendered)["tokens"] == ids
+    assert api.complete(rendered, max_tokens=1)["usage"]["prompt_tokens"] == len(ids)
+    assert api.complete(ids, max_tokens=1)["usage"]["prompt_tokens"] == len(ids)
 
 
 def test_c35_typed_control_text_stays_text(server: ApiServer) -> None:
@@ -91,6 +115,37 @@ def test_c40_an_empty_prompt(server: ApiServer, prompt: Any, param: str, stream:
     reply = server.post(TEXT, prompt=prompt, stream=stream)
     assert reply.status == 400
     assert reply.error["param"] == param
+    assert reply.error["message"].startswith(param)
+    server.assert_serves()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "param"),
+    [
+        (["Q", "", "Q"], "prompt[1]"),
+        ([[81], [81], []], "prompt[2]"),
+        ([[81], [320]], "prompt[1][0]"),
+        (["Q", "Q" * 300], "prompt[1]"),
+        (["Q", 81], "prompt[1]"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_c40_nothing_of_a_list_with_a_bad_prompt_is_run(
+    server: ApiServer, prompts: list[Any], param: str, stream: bool
+) -> None:
+    assert server.wait_until_idle()
+    before = server.counters()
+    reply = server.post(TEXT, prompt=prompts, stream=stream, max_tokens=200)
+    assert reply.status == 400
+    assert reply.error["param"] == param
+    # Asked for behind whatever the request had sent to the engine.
+    after = server.counters()
+    assert (after.running, after.waiting, after.steps, after.output_tokens) == (
+        0,
+        0,
+        before.steps,
+        before.output_tokens,
+    )
     server.assert_serves()
 
 
@@ -113,6 +168,7 @@ def test_c41_a_prompt_that_is_too_long(server: ApiServer, length: int, stream: b
     for prompt in ("a" * length, [97] * length):
         reply = server.post(TEXT, prompt=prompt, stream=stream)
         assert reply.status == 400
+        assert reply.headers["content-type"] == "application/json", "before a stream has begun"
         assert reply.error["code"] == "context_length_exceeded"
         assert reply.error["param"] == "prompt"
         assert str(length) in reply.error["message"]

@@ -1,6 +1,7 @@
 """The server's settings: one table, three spellings, and no address that others reach without a key."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from runpy import run_path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from gapless import EngineConfig
@@ -75,6 +77,57 @@ def test_each_setting_can_come_from_each_source(setting: Setting, tmp_path: Path
     found = {source: value_of(settings, setting) for source, settings in sources.items()}
     assert found == dict.fromkeys(sources, value)
     assert value != setting.default, "a sample that is the default shows nothing"
+
+
+def as_arguments(setting: Setting, value: Any) -> list[str]:
+    """How one writes a value on a command line."""
+    match value:
+        case bool():
+            return [setting.flag if value else f"--no-{setting.flag[2:]}"]
+        case tuple():
+            return [argument for item in value for argument in (setting.flag, item)]
+        case dict():
+            return [setting.flag, json.dumps(value)]
+        case _:
+            return [setting.flag, str(value)] if setting.flag else [str(value)]
+
+
+def settings_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> ServerSettings:
+    """What ``gapless serve`` makes of a command line: the settings with which it would listen."""
+    made = []
+
+    def listen(settings: ServerSettings) -> None:
+        made.append(settings)
+        raise typer.Exit(3)
+
+    monkeypatch.setattr("gapless.cli.serve.open_listener", listen)
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 3, result.output
+    return made[0]
+
+
+@pytest.mark.parametrize("setting", TABLE, ids=lambda setting: setting.key)
+def test_each_setting_can_be_written_on_a_command_line(setting: Setting, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("secret-key\n")
+    for name in [name for name in os.environ if name.startswith("GAPLESS_")]:
+        monkeypatch.delenv(name)
+    values = [not setting.default, setting.default] if setting.kind == "yes or no" else [sample(setting)]
+    for value in values:
+        model = [] if setting.key == "model" else ["smollm2"]
+        written = settings_of([*model, *as_arguments(setting, value)], monkeypatch)
+        assert value_of(written, setting) == value
+        base = {} if setting.key == "model" else {"model": "smollm2"}
+        assert written == resolve_settings({**base, setting.key: value}, {}), "and nothing else has changed"
+
+
+def test_all_flags_together_are_all_settings_together(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("secret-key\n")
+    table = [setting for setting in TABLE if setting.key != "num_blocks"]  # another way to say kv_cache_memory_bytes
+    values = {setting.key: sample(setting) for setting in table}
+    arguments = [argument for setting in table for argument in as_arguments(setting, values[setting.key])]
+    assert settings_of(arguments, monkeypatch) == resolve_settings(values, {})
 
 
 @pytest.mark.parametrize(("low", "high"), [("file", "variable"), ("variable", "flag"), ("file", "flag")])

@@ -21,6 +21,8 @@ MAX_RENDERED_CHARACTERS: Final = 1 << 24
 # Shorter text is tokenised in well under a millisecond, less than a thread's hand-over costs under load.
 _LONG_TEXT: Final = 4096
 _LONG_CONVERSATION: Final = 1 << 17
+# Up to here the message that a text is too long says how long it is, whatever the context holds.
+_COUNTED_TOKENS: Final = 1 << 16
 
 
 class ChatPrompter:
@@ -70,15 +72,17 @@ class ChatPrompter:
                 continue_final_message=continue_final_message,
                 template_variables=template_variables,
             )
-            num_characters = len(chat.text())
-            if num_characters > self._max_rendered_characters:
+            text = chat.text()
+            if len(text) > self._max_rendered_characters:
                 raise PromptTooLongError(
-                    f"{field} makes a prompt of {num_characters} characters by the chat template; "
+                    f"{field} makes a prompt of {len(text)} characters by the chat template; "
                     f"at most {self._max_rendered_characters} are allowed: shorten it"
                 )
+            _check_text(text, self._tokenizer, self._max_model_len, field)
             return chat.token_ids()
 
-        threads = self._threads if _num_characters(messages) <= _LONG_CONVERSATION else self._threads_of_long
+        is_long = _num_characters(*messages, template_variables) > _LONG_CONVERSATION
+        threads = self._threads_of_long if is_long else self._threads
         try:
             token_ids = await threads.run(render_and_encode)
         except TimeoutError:
@@ -111,6 +115,9 @@ async def completion_prompts(
             _check_length(item, max_model_len, field)
 
     def prepare() -> list[PreparedPrompt]:
+        for item, field in zip(items, fields, strict=True):
+            if isinstance(item, str):
+                _check_text(item, tokenizer, max_model_len, field)
         return [
             _plain(item, tokenizer, field)
             if isinstance(item, str) and not add_special_tokens
@@ -124,6 +131,15 @@ async def completion_prompts(
     return prompts
 
 
+def _check_text(text: str, tokenizer: Tokenizer, max_model_len: int, field: str) -> None:
+    """Refuse a text that is far too long before all of it is tokenised."""
+    too_many = max(2 * max_model_len, _COUNTED_TOKENS)
+    if len(text) > too_many and tokenizer.is_longer_than(too_many, text, field=field):
+        raise PromptTooLongError(
+            f"{field} has more than {too_many} tokens and the context holds {max_model_len}: shorten it"
+        )
+
+
 def _check_length(token_ids: Sequence[int], max_model_len: int, field: str) -> None:
     if len(token_ids) > max_model_len:
         raise PromptTooLongError(
@@ -131,16 +147,19 @@ def _check_length(token_ids: Sequence[int], max_model_len: int, field: str) -> N
         )
 
 
-def _num_characters(messages: Sequence[Any]) -> int:
-    """About how much text a conversation has, counted until it is long; it has not been checked yet."""
+def _num_characters(*values: object) -> int:
+    """About how much text JSON values have, counted until it is long; they have not been checked yet."""
     total = 0
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else (content,):
-            text = part.get("text") if isinstance(part, dict) else part
-            total += 1 + (len(text) if isinstance(text, str) else 0)
-            if total > _LONG_CONVERSATION:
-                return total
+    waiting = list(values)
+    while waiting and total <= _LONG_CONVERSATION:
+        value = waiting.pop()
+        total += 1
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
     return total
 
 

@@ -1,0 +1,97 @@
+"""A client that takes nothing of its answer loses its connection, however far it has come; a slow one does not."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from gapless.server.http_limits import HttpLimits
+from gapless.server.sse import EventStreamResponse, event
+from unit.server.live_server import LiveServer, receive_all
+
+LIMITS = HttpLimits(send_timeout_s=0.5)
+MUCH = 16 << 20  # more than sockets hold
+
+
+class Talkative:
+    """Answers with megabytes: events without end, all at once, or a half and no more."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_running += 1
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self.num_running -= 1
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/stream":
+            await EventStreamResponse(_events(), nullcontext())(scope, receive, send)
+            return
+        is_half = scope["path"] == "/half"
+        headers = [(b"content-length", b"%d" % MUCH)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = bytes(MUCH // 2 if is_half else MUCH)
+        await send({"type": "http.response.body", "body": body, "more_body": is_half})
+
+
+async def _events() -> AsyncGenerator[bytes, None]:
+    while True:
+        yield event(b"x" * 10_000)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="module", params=["uvloop", "asyncio"])
+def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+    with LiveServer(Talkative(), limits=LIMITS, loop=request.param, keep_alive_s=60) as server:
+        yield server
+
+
+def eventually(holds: Any) -> None:
+    deadline_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@contextmanager
+def asked(server: LiveServer, *paths: str, closes: bool = False) -> Iterator[socket.socket]:
+    """A connection with so many requests, of which nothing is read yet."""
+    with server.connection() as connection:
+        eventually(lambda: server.server.server_state.connections)
+        for path in paths:
+            last = b"Connection: close\r\n" if closes else b""
+            connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n%b\r\n" % (path.encode(), last))
+        yield connection
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("paths", [["/stream"], ["/whole"], ["/half"], ["/whole", "/whole"]], ids=" ".join)
+def test_a_reader_that_takes_nothing_loses_its_connection(server: LiveServer, paths: list[str], closes: bool) -> None:
+    with asked(server, *paths, closes=closes) as connection:
+        eventually(lambda: not server.server.server_state.connections)
+        eventually(lambda: server.app.num_running == 0)
+        assert len(receive_all(connection)) < MUCH, "what had reached the kernel, and then the end"
+
+
+def test_a_slow_reader_gets_everything(server: LiveServer) -> None:
+    with asked(server, "/whole", closes=True) as connection:
+        eventually(lambda: server.app.num_running == 0)  # all is written, and next to nothing taken
+        num_bytes = 0
+        while part := connection.recv(1 << 20):
+            num_bytes += len(part)
+            time.sleep(0.02)
+    assert num_bytes > MUCH
+
+
+def test_an_answer_that_stays_incomplete_ends_with_its_connection(server: LiveServer) -> None:
+    with asked(server, "/half") as connection:
+        assert len(receive_all(connection)) < MUCH
+    eventually(lambda: not server.server.server_state.connections)
