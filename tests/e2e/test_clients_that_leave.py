@@ -264,7 +264,6 @@ def test_a_reader_that_takes_nothing_is_cut_off_on_tcp(server: Server) -> None:
         after = server.wait_until_idle()
         assert_cut(connection)
     assert after.choices_aborted > before.choices_aborted
-    assert after.aborted > before.aborted, "the engine need not go on for nobody"
 
 
 def test_a_reader_that_takes_nothing_is_cut_off_on_a_unix_socket(checkpoint: Path, tmp_path: Path) -> None:

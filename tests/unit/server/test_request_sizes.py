@@ -50,12 +50,12 @@ def test_a_least_number_of_tokens_beyond_64_bits(server: ApiServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"bad_words": ["word"] * 200_000}, "bad_words"),
+        ({"bad_words": ["word"] * 100_000}, "bad_words"),
         ({"bad_words": ["a" * 500_000]}, "bad_words[0]"),
         ({"stop_token_ids": [1] * 100_000}, "stop_token_ids"),
         ({"allowed_token_ids": [1] * 100_000}, "allowed_token_ids"),
         ({"allowed_token_ids": ["1"] * 60_000}, "allowed_token_ids[0]"),
-        ({"prompt": [[1]] * 100_000}, "prompt"),
+        ({"prompt": [[1]] * 60_000}, "prompt"),
         ({"prompt": [1] * 100_000}, "prompt"),
         ({"prompt": ["L", [1]]}, "prompt[1]"),
         ({"prompt": ["L"] * 128, "n": 17}, "prompt"),
