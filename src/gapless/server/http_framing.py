@@ -181,6 +181,8 @@ class BodyReader:
         """Take a line that frames chunks, without its end; true if the message ends with it."""
         if len(line) > self._longest_line:
             raise RefusalError(self._status, "a line between chunks is too long")
+        if b"\n" in line:
+            raise RefusalError(400, "a line between chunks ends with a bare line feed")
         self._num_framing += len(line) + 2
         if self._state == "data end":
             if line:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httptools
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
@@ -352,7 +352,9 @@ def test_an_ambiguous_head_is_refused_by_the_framing_alone(name: str) -> None:
 PIECES = [b"0", b"1", b"3", b"a", b"\r\n", b"\r", b"\n", b";x", b"body", b"A: b", b" ", b"0\r\n\r\n", b"3\r\nabc\r\n"]
 
 
+@settings(derandomize=True, database=None, deadline=None, max_examples=300)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=25), cuts=st.lists(st.integers(0, 80), max_size=6))
+@example(pieces=[b"0\r\n", b"\n0\r\n\r\n"], cuts=[4])
 def test_how_chunks_are_split_changes_nothing(pieces: list[bytes], cuts: list[int]) -> None:
     data = b"".join(pieces)
 

@@ -143,7 +143,7 @@ def test_a_shared_clock_is_exact() -> None:
         assert clock.error_s == 0.0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
 @given(
     drift=st.floats(-90e-6, 90e-6),
     step_s=st.floats(20e-6, 0.2),

@@ -218,7 +218,7 @@ def recordings(draw: st.DrawFn) -> Recording:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(derandomize=True, database=None, deadline=None, max_examples=150)
 @given(recordings())
 def test_busy_time_and_causes_add_up_to_the_window(made: Recording) -> None:
     report = idle_report(made)
@@ -235,7 +235,7 @@ def test_busy_time_and_causes_add_up_to_the_window(made: Recording) -> None:
         assert of_parts_s == pytest.approx((totals.idle_s | {IdleCause.NO_WORK: totals.no_work_s})[cause], abs=1e-9)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(derandomize=True, database=None, deadline=None, max_examples=150)
 @given(recordings())
 def test_parts_and_compute_spans_tile_the_window(made: Recording) -> None:
     report = idle_report(made)
@@ -249,7 +249,7 @@ def test_parts_and_compute_spans_tile_the_window(made: Recording) -> None:
         assert (tiles[0].start_s, tiles[-1].end_s) == pytest.approx(report.window, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(derandomize=True, database=None, deadline=None, max_examples=100)
 @given(recordings())
 def test_a_meter_holds_little_and_knows_every_moment(made: Recording) -> None:
     meter = IdleMeter()
