@@ -13,12 +13,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
-__all__ = ["StreamReader", "StreamSeen"]
+__all__ = ["StreamReader", "StreamSeen", "assert_at_least_once"]
+
+
+def assert_at_least_once(nothing_stood_still: Callable[[], bool]) -> None:
+    """Of two tries one must show no halt: the machine's own hiccups rarely come twice, a server's come each time."""
+    assert nothing_stood_still() or nothing_stood_still()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
