@@ -8,7 +8,8 @@ makes "killed while it reads weights" mean that, however fast the machine is.
 from pathlib import Path
 from typing import Final, Literal
 
-from e2e.served_process import ENVIRONMENT, until
+from e2e.served_process import ENVIRONMENT
+from fixtures.waiting import until
 
 __all__ = ["ENGINE_POINTS", "SERVER_POINTS", "Fault", "Faults"]
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,14 +110,6 @@ def served(log: Path, *arguments: str, environment: dict[str, str] | None = None
         if process.process.poll() is None:
             process.signal(signal.SIGKILL)
         process.process.wait(30)
-
-
-def until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Wait until something holds."""
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def gone(processes: list[psutil.Process], timeout_s: float) -> bool:

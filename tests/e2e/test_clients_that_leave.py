@@ -20,9 +20,10 @@ import psutil
 import pytest
 
 from e2e.fault_points import Faults
-from e2e.served_process import Served, served, until
+from e2e.served_process import Served, served
 from fixtures.served_models import chain, rows, table_checkpoint
 from fixtures.tokenizers import BYTE_EOS
+from fixtures.waiting import until
 
 NUM_BLOCKS = 64
 CAPACITY = 16 * NUM_BLOCKS

@@ -21,9 +21,10 @@ import pytest
 import zmq
 
 from e2e.fault_points import ENGINE_POINTS, SERVER_POINTS, Faults
-from e2e.served_process import Served, gone, served, until
+from e2e.served_process import Served, gone, served
 from fixtures.served_models import chain, rows, table_checkpoint
 from fixtures.tokenizers import BYTE_EOS, CHATML
+from fixtures.waiting import until
 
 GONE_WITHIN_S = 2.0
 ENDLESS: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "temperature": 0}

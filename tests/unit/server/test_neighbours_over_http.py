@@ -4,7 +4,7 @@ import asyncio
 import http.client
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from fixtures.api_server import MODEL, ApiServer
 from fixtures.served_models import ROW_L, VOCAB, chain, rows, table_checkpoint
 from fixtures.tokenizers import BYTE_EOS
-from gapless.server.messages import EngineStats
+from fixtures.waiting import until
 
 TEXT = "/v1/completions"
 NUM_ROWS = 4
@@ -55,12 +55,9 @@ def endless_stream(server: ApiServer, n: int = 1) -> Iterator[None]:
             yield
 
 
-def until(server: ApiServer, holds: Callable[[EngineStats], bool]) -> None:
-    """Wait until the engine's counts are as they should be."""
-    deadline_s = time.monotonic() + 20
-    while not holds(counts := server.counters()):
-        assert time.monotonic() < deadline_s, counts
-        time.sleep(0.005)
+def running_and_waiting(server: ApiServer) -> list[int]:
+    counts = server.counters()
+    return [counts.running, counts.waiting]
 
 
 def test_c05_a_server_wakes_up_whenever_a_request_comes(folder: Path) -> None:
@@ -136,7 +133,7 @@ def test_c20_a_neighbours_top_k_never_affects_you(server: ApiServer, batch: list
     with ThreadPoolExecutor(NUM_ROWS) as threads:
         with endless_stream(server, n=NUM_ROWS):  # all rows are taken: the batch waits, and is let in together
             futures = [threads.submit(draws, index) for index in range(NUM_ROWS)]
-            until(server, lambda counts: (counts.running, counts.waiting) == (NUM_ROWS, NUM_ROWS))
+            until(lambda: running_and_waiting(server) == [NUM_ROWS, NUM_ROWS])
         assert [future.result(60) for future in futures] == alone
     for options, text in zip(batch, alone, strict=True):
         expected = {1: "x", 2: "xy"}.get(options.get("top_k", 0), "xyz")

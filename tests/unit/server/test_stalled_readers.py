@@ -5,11 +5,11 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from fixtures.waiting import until
 from gapless.server.http_limits import HttpLimits
 from gapless.server.sse import EventStreamResponse, event
 from unit.server.live_server import LiveServer, receive_all
@@ -54,18 +54,11 @@ def server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
         yield server
 
 
-def eventually(holds: Any) -> None:
-    deadline_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.01)
-
-
 @contextmanager
 def asked(server: LiveServer, *paths: str, closes: bool = False) -> Iterator[socket.socket]:
     """A connection with so many requests, of which nothing is read yet."""
     with server.connection() as connection:
-        eventually(lambda: server.server.server_state.connections)
+        until(lambda: server.server.server_state.connections)
         for path in paths:
             last = b"Connection: close\r\n" if closes else b""
             connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n%b\r\n" % (path.encode(), last))
@@ -76,14 +69,14 @@ def asked(server: LiveServer, *paths: str, closes: bool = False) -> Iterator[soc
 @pytest.mark.parametrize("paths", [["/stream"], ["/whole"], ["/half"], ["/whole", "/whole"]], ids=" ".join)
 def test_a_reader_that_takes_nothing_loses_its_connection(server: LiveServer, paths: list[str], closes: bool) -> None:
     with asked(server, *paths, closes=closes) as connection:
-        eventually(lambda: not server.server.server_state.connections)
-        eventually(lambda: server.app.num_running == 0)
+        until(lambda: not server.server.server_state.connections)
+        until(lambda: server.app.num_running == 0)
         assert len(receive_all(connection)) < MUCH, "what had reached the kernel, and then the end"
 
 
 def test_a_slow_reader_gets_everything(server: LiveServer) -> None:
     with asked(server, "/whole", closes=True) as connection:
-        eventually(lambda: server.app.num_running == 0)  # all is written, and next to nothing taken
+        until(lambda: server.app.num_running == 0)  # all is written, and next to nothing taken
         num_bytes = 0
         while part := connection.recv(1 << 20):
             num_bytes += len(part)
@@ -94,4 +87,4 @@ def test_a_slow_reader_gets_everything(server: LiveServer) -> None:
 def test_an_answer_that_stays_incomplete_ends_with_its_connection(server: LiveServer) -> None:
     with asked(server, "/half") as connection:
         assert len(receive_all(connection)) < MUCH
-    eventually(lambda: not server.server.server_state.connections)
+    until(lambda: not server.server.server_state.connections)
