@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,6 +39,7 @@ class Served:
                 env={**ENVIRONMENT, **environment},
             )
         self.port = 0
+        self.socket_path = arguments[arguments.index("--uds") + 1] if "--uds" in arguments else None
 
     @property
     def told(self) -> str:
@@ -60,7 +62,19 @@ class Served:
 
     def connect(self, timeout_s: float = 60.0) -> http.client.HTTPConnection:
         """A connection of one's own."""
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        if self.socket_path is not None:
+            connection.sock = self.dial(timeout_s)
+        return connection
+
+    def dial(self, timeout_s: float = 60.0) -> socket.socket:
+        """A bare connection of one's own, by TCP or by the Unix socket that the server listens on."""
+        if self.socket_path is None:
+            return socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(timeout_s)
+        connection.connect(self.socket_path)
+        return connection
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """One request and its answer, JSON where it is JSON."""

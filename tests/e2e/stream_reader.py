@@ -1,10 +1,11 @@
 """Reads streams of completions, one after the other, and keeps when each event came, in a process of its own.
 
-    python stream_reader.py PORT PROMPT MAX_TOKENS
+    python stream_reader.py PORT PROMPT MAX_TOKENS LEAST
 
 A thread of the tests' process would wait for the interpreter's lock whenever a test makes or parses megabytes, and such
-a wait looks like one of the server. Ends, in the middle of a stream, when its standard input does, and only then writes
-what it saw. Tests read through :class:`StreamReader`. Only the standard library is used: the process is there in 50 ms.
+a wait looks like one of the server. Ends, in the middle of a stream, when its standard input does and LEAST streams are
+over, however long the machine takes for them, and only then writes what it saw. Tests read through
+:class:`StreamReader`. Only the standard library is used: the process is there in 50 ms.
 """
 
 import http.client
@@ -44,12 +45,15 @@ class StreamSeen:
 
 
 class StreamReader:
-    """Streams the same completion again and again while the context lasts; :attr:`streams` is known after it."""
+    """Streams the same completion again and again while the context lasts; :attr:`streams` is known after it.
 
-    def __init__(self, port: int, *, prompt: str, max_tokens: int) -> None:
+    The last stream may be cut short; ``least`` others are not.
+    """
+
+    def __init__(self, port: int, *, prompt: str, max_tokens: int, least: int = 0) -> None:
         self.streams: list[StreamSeen] = []
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(port), prompt, str(max_tokens)],
+            [sys.executable, "-I", "-S", __file__, str(port), prompt, str(max_tokens), str(least)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -79,7 +83,7 @@ class StreamReader:
         ]
 
 
-def _main(port: int, prompt: str, max_tokens: int) -> None:
+def _main(port: int, prompt: str, max_tokens: int, least: int) -> None:
     ended = threading.Event()
 
     def wait_for_end() -> None:
@@ -90,7 +94,7 @@ def _main(port: int, prompt: str, max_tokens: int) -> None:
     body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     told = []
-    while not ended.is_set():
+    while not ended.is_set() or len(told) <= least:
         times_s, lines = [time.monotonic()], []
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -100,7 +104,7 @@ def _main(port: int, prompt: str, max_tokens: int) -> None:
                 lines.append(line)
                 if not told and len(lines) == 1:
                     print("begun", flush=True)
-            if ended.is_set():
+            if ended.is_set() and len(told) >= least:
                 break
         told.append((answer.status, times_s, lines))
     connection.close()
@@ -122,4 +126,4 @@ def _seen(status: int, times_s: list[float], lines: list[bytes]) -> dict[str, ob
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    _main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -248,8 +248,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     with served(tmp_path / "log", *TINY, "--uds", str(path)) as server:
         server.wait_until_ready()
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(path))
+        with server.dial() as connection:
             connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: any.example\r\nConnection: close\r\n\r\n")
             answer = b""
             while part := connection.recv(4096):

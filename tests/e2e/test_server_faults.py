@@ -122,7 +122,7 @@ class Scene:
             self.streams.append(self._stack.enter_context(self.server.stream(ENDLESS["max_tokens"], "S")))
 
     def _send(self, data: bytes) -> None:
-        connection = self._stack.enter_context(socket.create_connection(("127.0.0.1", self.server.port), timeout=60))
+        connection = self._stack.enter_context(self.server.dial())
         connection.sendall(data)
 
 
