@@ -274,12 +274,15 @@ def test_c63_crowds_leave_nothing_behind(served: ClientInLoop) -> None:
         await asyncio.gather(*(one(index) for index in range(size)))
         await until(served.client, is_idle)
 
-    served.run(crowd(500, "warm-up"))
-    gc.collect()
+    def come_and_go(unique: str) -> None:
+        served.run(crowd(500, unique))
+        # Each time: in a process as large as that of many tests the collector itself runs rarely, and garbage heaps up.
+        gc.collect()
+
+    come_and_go("warm-up")
     before = [(process.num_fds(), process.num_threads(), _own_kilobytes(process)) for process in processes]
     for round_ in range(3):
-        served.run(crowd(500, f"round {round_}"))
-    gc.collect()
+        come_and_go(f"round {round_}")
     assert not [each for each in gc.get_objects() if type(each) in (Generation, ChoiceDelta)]
     assert served.client.num_live == 0
     # On a CPU the engine's matrix products keep a prepared kernel for every new shape, up to some hundred MB.
