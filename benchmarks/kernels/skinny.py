@@ -257,7 +257,8 @@ def main() -> None:
     measured_on = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
     measured_on["read_tb_s"] = round(bandwidth / 1e12, 3)
     if options.write:
-        TunedTable(dict(TunedTable.for_device(name).tiles) | winners).write(table_path(name), measured_on)
+        table = TunedTable.for_device(name)
+        TunedTable(dict(table.tiles) | winners, table.streamed).write(table_path(name), measured_on)
         print(f"wrote {table_path(name).name}")
     if options.json:
         found = {"environment": environment(torch.device("cuda", 0)) | measured_on, "results": results}

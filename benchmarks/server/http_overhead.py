@@ -100,6 +100,7 @@ def offline(args: argparse.Namespace) -> list[dict[str, Any]]:
         device=args.device,
         max_rows=args.streams,
         max_model_len=args.context,
+        token_budget=args.token_budget,
         num_blocks=args.num_blocks,
         enable_prefix_caching=False,
         timeline=True,
@@ -124,6 +125,7 @@ async def online(args: argparse.Namespace, log: Path) -> dict[str, Any]:
         "--device": args.device,
         "--max-rows": args.streams,
         "--max-model-len": args.context,
+        "--token-budget": args.token_budget,
         "--num-blocks": args.num_blocks,
     }
     arguments = [
@@ -179,6 +181,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=2, help="rounds; at least 1")
     parser.add_argument("--client-processes", type=int, help="default: 4 with a GPU, 1 without")
+    parser.add_argument("--token-budget", type=int, default=2048, help="of both; the server's default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

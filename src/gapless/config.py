@@ -1,13 +1,18 @@
 """The engine's options: :class:`EngineConfig`, checked once where they are given and frozen from then on."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from gapless.errors import ConfigError
 
-__all__ = ["DeviceName", "EngineConfig"]
+__all__ = ["ONLINE_TOKEN_BUDGET", "DeviceName", "EngineConfig"]
 
 DeviceName = Literal["auto", "cuda", "cpu"]
+
+ONLINE_TOKEN_BUDGET = 2048
+"""Where tokens are waited for one by one: a step of so many tokens of an 8B model takes an H200 some 55 ms."""
+_CUDA_TOKEN_BUDGET = 8192
+_CPU_TOKEN_BUDGET = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +28,9 @@ class EngineConfig:
         seed: of the random weights.
         max_model_len: longest context, in tokens; ``None`` is the largest that the model and the KV cache allow.
         max_rows: most requests on the device at once.
-        token_budget: most tokens in a step.
+        token_budget: most tokens in a step. Large ones read the weights less often while prompts are processed, small
+            ones keep the others' next tokens from waiting for long. ``None`` is 8192 on CUDA and 2048 on a CPU, and
+            2048 wherever tokens are streamed (:class:`~gapless.AsyncLLM`, ``gapless serve``, ``gapless chat``).
         chunk_size: most tokens of one request in a step; ``None`` leaves it to the budget.
         max_waiting: most requests queued and not yet running; more are refused.
         block_size: tokens in a KV block, a power of two.
@@ -47,7 +54,7 @@ class EngineConfig:
     seed: int = 0
     max_model_len: int | None = None
     max_rows: int = 256
-    token_budget: int = 2048
+    token_budget: int | None = None
     chunk_size: int | None = None
     max_waiting: int = 1_000_000
     block_size: int = 16
@@ -62,9 +69,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _at_least("depth", self.depth, 1, 16)
         _at_least("max_rows", self.max_rows, 1, 65_536)
-        _at_least("token_budget", self.token_budget, 1, 1 << 20)
         _at_least("max_waiting", self.max_waiting, 1, None)
         _at_least("block_size", self.block_size, 1, 4096)
+        if self.token_budget is not None:
+            _at_least("token_budget", self.token_budget, 1, 1 << 20)
         for name in ("max_model_len", "chunk_size", "num_blocks", "kv_cache_memory_bytes"):
             if (value := getattr(self, name)) is not None:
                 _at_least(name, value, 1, None)
@@ -93,10 +101,22 @@ class EngineConfig:
             raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
         return cls(**options)
 
+    def for_device(self, device_type: str) -> "EngineConfig":
+        """With what the type of device, ``cuda`` or ``cpu``, decides filled in."""
+        if self.token_budget is not None:
+            return self
+        return replace(self, token_budget=_CUDA_TOKEN_BUDGET if device_type == "cuda" else _CPU_TOKEN_BUDGET)
+
     @property
-    def resolved_chunk_size(self) -> int:
-        """A chunk larger than the budget could never be scheduled whole, so it is the budget."""
-        return self.token_budget if self.chunk_size is None else min(self.chunk_size, self.token_budget)
+    def step_tokens(self) -> int:
+        """Most tokens in a step, once the device is known."""
+        assert self.token_budget is not None, "for_device() comes first"
+        return self.token_budget
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of one request in a step: a chunk larger than the budget could never be scheduled whole."""
+        return self.step_tokens if self.chunk_size is None else min(self.chunk_size, self.step_tokens)
 
 
 def _at_least(name: str, value: object, least: int, most: int | None) -> None:

@@ -48,7 +48,7 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     max_model_len: int | None
     max_rows: int
-    token_budget: int
+    token_budget: int | None
     chunk_size: int | None
     max_waiting: int
     block_size: int

@@ -69,7 +69,7 @@ ENGINE_HELP: Mapping[str, str] = {
     "seed": "Seed of random weights.",
     "max_model_len": "Longest context in tokens; the largest that fits if not given.",
     "max_rows": "Most requests on the device at once.",
-    "token_budget": "Most tokens in a step.",
+    "token_budget": "Most tokens in a step; 8192 on CUDA and 2048 on a CPU if not given.",
     "chunk_size": "Most prompt tokens of one request in a step; the budget if not given.",
     "max_waiting": "Most requests queued.",
     "block_size": "Tokens in a KV block, a power of two.",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from gapless.cli.options import ENGINE_HELP, flag_of, read_chat_template
-from gapless.config import EngineConfig
+from gapless.config import ONLINE_TOKEN_BUDGET, EngineConfig
 from gapless.errors import ConfigError, shown
 from gapless.server.settings import ServerSettings
 
@@ -37,7 +37,7 @@ PREFIX: Final = "GAPLESS_"
 KEYS_VARIABLE: Final = "GAPLESS_API_KEYS"
 CONFIG_VARIABLE: Final = "GAPLESS_CONFIG"
 # An engine that serves records its timeline, which /metrics shows.
-_ENGINE_DEFAULTS: Final[Mapping[str, Any]] = {"timeline": True}
+_ENGINE_DEFAULTS: Final[Mapping[str, Any]] = {"timeline": True, "token_budget": ONLINE_TOKEN_BUDGET}
 _MODEL_HELP: Final = "A folder, a *.gguf file, 'smollm2', a hub name (org/name), or with --load-format dummy a preset."
 _YES_NO: Final = {
     "1": True,

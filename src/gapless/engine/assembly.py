@@ -43,12 +43,15 @@ from gapless.timeline.recorder import TimelineRecorder
 from gapless.timeline.spans import DeviceLimits
 from gapless.timeline.step_recorder import NO_TIMELINE
 
-__all__ = ["BuiltEngine", "build_engine", "make_device_step", "resolve_device"]
+__all__ = ["BuiltEngine", "build_engine", "check_capability", "make_device_step", "resolve_device"]
 
 _log = logging.getLogger("gapless")
 
 # Steps of up to so many tokens run kernels of their own (gapless.kernels.skinny, which a CPU machine cannot import).
 _KERNEL_WIDTHS = (128, 64, 32, 16)
+
+# Ampere.
+_LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,13 +88,32 @@ def resolve_device(name: str) -> torch.device:
     """``auto`` is CUDA where there is one.
 
     Raises:
-        ConfigError: CUDA was asked for and is not there.
+        ConfigError: CUDA was asked for and is not there, or the GPU is too old.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda' was asked for and torch sees no CUDA device: run `gapless doctor`")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    if name != "cuda":
+        return torch.device(name)
+    device = torch.device(name, torch.cuda.current_device())
+    check_capability(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    return device
+
+
+def check_capability(device_name: str, capability: tuple[int, int]) -> None:
+    """Raise :class:`ConfigError` for a GPU without bf16 and asynchronous copies, which our kernels are made of."""
+    if capability < _LEAST_CAPABILITY:
+        raise ConfigError(
+            f"device {device_name!r} has compute capability {capability[0]}.{capability[1]}, "
+            "and gapless needs 8.0 (Ampere) or later: use device='cpu'"
+        )
+
+
+def _on_device(config: EngineConfig) -> tuple[torch.device, EngineConfig]:
+    """The device, and the options with what it decides filled in."""
+    device = resolve_device(config.device)
+    return device, config.for_device(device.type)
 
 
 def build_engine(
@@ -119,7 +141,7 @@ def build_engine(
         ConfigError, CheckpointError: before anything runs.
     """
     began_s = time.perf_counter()
-    device = resolve_device(config.device)
+    device, config = _on_device(config)
     kernels = device_kernels(device)
     progress = progress or NoProgress()
     loaded = _load(model, config, kernels, device, progress)
@@ -222,22 +244,22 @@ def _admission_limits(config: EngineConfig, loaded: LoadedModel, kv: KVCache, ma
 
 def _buffer_limits(config: EngineConfig, max_model_len: int, max_blocks: int, vocab_size: int) -> BufferLimits:
     return BufferLimits(
-        max_tokens=max(config.token_budget, config.max_rows),
+        max_tokens=max(config.step_tokens, config.max_rows),
         max_rows=config.max_rows,
         # A step allocates blocks for its tokens, and admitted requests bring cached ones: one of any length, then more
         # while there is room.
-        max_changes=config.token_budget + config.max_rows + max(max_blocks, 4096),
+        max_changes=config.step_tokens + config.max_rows + max(max_blocks, 4096),
         max_masked=config.max_rows * MAX_ENDING_TOKENS,
         wide=WideLimits.of_engine(max_rows=config.max_rows, vocab_size=vocab_size, max_model_len=max_model_len),
-        logprobs=LogprobLimits.of_engine(token_budget=config.token_budget, vocab_size=vocab_size),
+        logprobs=LogprobLimits.of_engine(token_budget=config.step_tokens, vocab_size=vocab_size),
     )
 
 
 def _make_scheduler(config: EngineConfig, num_blocks: int, device: torch.device, buffers: BufferLimits) -> Scheduler:
     limits = SchedulerLimits(
         max_rows=config.max_rows,
-        token_budget=config.token_budget,
-        chunk_size=config.resolved_chunk_size,
+        token_budget=config.step_tokens,
+        chunk_size=config.chunk_tokens,
         block_size=config.block_size,
         max_changes=buffers.max_changes,
         prefix_caching=config.enable_prefix_caching,

@@ -76,7 +76,7 @@ def _available_bytes(config: EngineConfig, model: DecoderModel) -> tuple[int, st
         free = psutil.virtual_memory().available
         return (min(int(free * _CPU_SHARE), _CPU_MOST_BYTES), f"a share of {free / 2**30:.1f} GiB free memory")
     peak = measure_activation_peak(
-        model, token_budget=config.token_budget, max_rows=config.max_rows, block_size=config.block_size
+        model, token_budget=config.step_tokens, max_rows=config.max_rows, block_size=config.block_size
     )
     if config.cuda_graphs:
         peak += _graph_bytes(config, model)

@@ -198,6 +198,7 @@ def attend_kernel(
     # Everything above is written early in the step; q and this step's K and V by the kernel just before.
     if DEPENDENT_LAUNCH:
         gdc_wait()
+        gdc_launch_dependents()  # the product that follows fits beside no program of this kernel, so it waits for room
     q_at = q + (token + m // GROUP).to(tl.int64) * q_token_stride + (head * GROUP + m % GROUP) * q_head_stride
     q_tile = tl.load(q_at[:, None] + d[None, :], mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     keys += head * kv_head_stride
@@ -223,8 +224,6 @@ def attend_kernel(
         qk_scale, slot_stride, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, HAS_WINDOW, MASKED=True,
     )  # fmt: skip
 
-    if DEPENDENT_LAUNCH:
-        gdc_launch_dependents()  # not before: see `skinny`
     seen = row_sum != 0.0  # in a split tile a row may see no key of this chunk
     acc = acc / tl.where(seen, row_sum, 1.0)[:, None]
     if splits == 1:

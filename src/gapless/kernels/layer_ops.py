@@ -10,18 +10,22 @@ Owns the count of arrived programs, zero between kernels. Used on the compute st
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from gapless.kernels.dependent_launch import has_dependent_launch
 from gapless.kernels.elementwise import add_rms_norm, rotate_and_write, silu_and_mul
 from gapless.kernels.fused_products import MAX_ARRIVALS, fused_gate, fused_residual
 from gapless.kernels.skinny import SkinnyTile, skinny_product
-from gapless.kernels.tuned_table import ProductKind, TunedTable
+from gapless.kernels.tuned_table import ProductKind, StreamedTile, TunedTable
 from gapless.layers.linear import Linear
 from gapless.layers.ops import Residual, picked
 from gapless.layers.rope import Rotation
 
 __all__ = ["TritonOps"]
+
+_GLUON_TRITON = "3.6."
+"""Versions of Triton whose Gluon, not yet a stable part of it, ``streamed_products`` was written for and run with."""
 
 
 class TritonOps:
@@ -31,20 +35,32 @@ class TritonOps:
         device: where the model lives.
         table: products that kernels of ours do; all others are the library's.
         dependent_launch: launch kernels early, see :mod:`gapless.kernels.dependent_launch`.
+        streamed: use the table's second tiles, those of ``streamed_products``.
     """
 
     def __init__(
-        self, device: torch.device, *, table: TunedTable | None = None, dependent_launch: bool = False
+        self,
+        device: torch.device,
+        *,
+        table: TunedTable | None = None,
+        dependent_launch: bool = False,
+        streamed: bool = False,
     ) -> None:
         self._table = table or TunedTable()
         self._dependent = dependent_launch
+        self._streamed = streamed
         self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
     @classmethod
     def for_device(cls, device: torch.device) -> "TritonOps":
         """With what was tuned for a CUDA device."""
         table = TunedTable.for_device(torch.cuda.get_device_name(device))
-        return cls(device, table=table, dependent_launch=has_dependent_launch(device))
+        return cls(
+            device,
+            table=table,
+            dependent_launch=has_dependent_launch(device),
+            streamed=_can_stream(device),
+        )
 
     def project_heads(
         self,
@@ -67,7 +83,12 @@ class TritonOps:
             return rotate_and_write(heads, *rest, dependent=self._dependent)
         x, squares = self._norm_input(residual, norm, eps)
         product = torch.empty((tile.splits, num_tokens, qkv.shape[0]), dtype=torch.float32, device=x.device)
-        skinny_product(x, qkv.weight, product, tile, dependent=self._dependent)
+        if isinstance(tile, StreamedTile):
+            from gapless.kernels.streamed_products import streamed_product
+
+            streamed_product(x, qkv.weight, product, tile, dependent=self._dependent)
+        else:
+            skinny_product(x, qkv.weight, product, tile, dependent=self._dependent)
         return rotate_and_write(
             product.view(tile.splits, num_tokens, -1, head_dim),
             *rest,
@@ -79,14 +100,15 @@ class TritonOps:
 
     def add_product(self, residual: Residual, x: Tensor, linear: Linear, next_norm: Tensor) -> Residual:
         """See :meth:`gapless.layers.ops.LayerOps.add_product`."""
-        tile = self._tile("residual", linear, len(x))
+        tile, hidden = self._tile("residual", linear, len(x)), residual.hidden
+        operands = (x, linear.weight, linear.bias, hidden, next_norm, self._arrivals)
         if tile is None:
-            return Residual(residual.hidden, linear(x))
-        hidden = residual.hidden
-        prepared = fused_residual(
-            x, linear.weight, linear.bias, hidden, next_norm, self._arrivals, tile, dependent=self._dependent
-        )
-        return Residual(hidden, prepared=prepared)
+            return Residual(hidden, linear(x))
+        if isinstance(tile, StreamedTile):
+            from gapless.kernels.streamed_products import streamed_residual
+
+            return Residual(hidden, prepared=streamed_residual(*operands, tile, dependent=self._dependent))
+        return Residual(hidden, prepared=fused_residual(*operands, tile, dependent=self._dependent))
 
     def gated_product(self, residual: Residual, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
         """See :meth:`gapless.layers.ops.LayerOps.gated_product`."""
@@ -94,6 +116,10 @@ class TritonOps:
         if tile is None or gate_up.bias is not None:
             return silu_and_mul(gate_up(self._normed(residual, norm, eps)), dependent=self._dependent)
         x, squares = self._norm_input(residual, norm, eps)
+        if isinstance(tile, StreamedTile):
+            from gapless.kernels.streamed_products import streamed_gate
+
+            return streamed_gate(x, squares, gate_up.weight, eps, tile, dependent=self._dependent)
         return fused_gate(x, squares, gate_up.weight, eps, tile, dependent=self._dependent)
 
     def final_norm(self, residual: Residual, norm: Tensor, eps: float, tokens: Tensor | None) -> Tensor:
@@ -105,6 +131,7 @@ class TritonOps:
         tile = self._tile("logits", head, len(hidden))
         if tile is None:
             return head(hidden).float()
+        assert isinstance(tile, SkinnyTile), "a product that is long enough has no ends to speak of"
         out = torch.empty((len(hidden), head.shape[0]), dtype=torch.float32, device=hidden.device)
         skinny_product(hidden, head.weight, out[None], tile, dependent=self._dependent)
         return out
@@ -118,8 +145,13 @@ class TritonOps:
     def _normed(self, residual: Residual, norm: Tensor, eps: float) -> Tensor:
         return add_rms_norm(residual, norm, eps, dependent=self._dependent)
 
-    def _tile(self, kind: ProductKind, linear: Linear, num_tokens: int) -> SkinnyTile | None:
+    def _tile(self, kind: ProductKind, linear: Linear, num_tokens: int) -> SkinnyTile | StreamedTile | None:
         """The tile with which a kernel of ours does a product, or ``None``."""
-        if linear.dtype != torch.bfloat16 or not num_tokens:
+        if linear.dtype != torch.bfloat16:
             return None
-        return self._table.find(kind, linear.shape[0], linear.shape[1], num_tokens)
+        return self._table.find(kind, linear.shape[0], linear.shape[1], num_tokens, streamed=self._streamed)
+
+
+def _can_stream(device: torch.device) -> bool:
+    """Whether ``streamed_products`` can be compiled and run, which is imported only where it is used."""
+    return torch.cuda.get_device_capability(device) == (9, 0) and triton.__version__.startswith(_GLUON_TRITON)
