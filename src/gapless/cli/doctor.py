@@ -19,6 +19,7 @@ def doctor(*, verbose: VerboseOption = False) -> None:
     with reported(verbose=verbose, quiet=True):
         # Not above: it imports torch, for which `gapless --help` should not have to wait.
         from gapless.cli.findings import findings, try_device, usable_devices
+        from gapless.engine.assembly import resolve_device
 
         for finding in findings():
             print(f"{finding.name:<12}{finding.value}", flush=True)
@@ -28,5 +29,7 @@ def doctor(*, verbose: VerboseOption = False) -> None:
             print(f"{finding.name:<12}{finding.value}", flush=True)
             if not finding.works:
                 broken.append(device)
+        if "cuda" in broken:
+            resolve_device("cuda")  # a GPU that is refused for what it is has a better last line than ours
         if broken:
             raise BrokenInstallationError(f"{' and '.join(broken)} cannot be used: the reason is above")
