@@ -1,9 +1,12 @@
 """What HTTP costs: many streams through ``gapless serve`` against the same requests offline through ``LLM.generate``.
 
-First the library runs all requests at once, in this process, and lets go of the device; then a server with the same
-options gets them as streams, all at once, from clients in processes of their own. Both run ``--rounds`` times after a
-warm-up, with prompts that are new in each round, and the ratio is that of the medians of tokens a second. A client at
-its limit measures itself: how busy the busiest was is told, and above 85 % there should be more ``--client-processes``.
+First the library runs all requests, in this process, and lets go of the device; then a server with the same options
+gets them as streams, ``--streams`` at a time, from clients in processes of their own: when one ends the next begins.
+The engine has as many rows as there are streams, so both keep it full until the last requests. Lengths vary, so that
+requests end and begin all the time, and every token is a byte that has text, and so an event of its stream. Both run
+``--rounds`` times after a warm-up, with prompts that are new in each round, and the ratio is that of the medians of
+tokens a second. A client at its limit measures itself: how busy the busiest was is told, and above 85 % there should
+be more ``--client-processes``. Meanwhile ``/health`` is asked ten times a second, and the slowest answer told.
 
     python benchmarks/server/http_overhead.py --model llama-3.1-8b --device cuda --out http_overhead.json
     OMP_NUM_THREADS=1 python benchmarks/server/http_overhead.py --streams 16 --rounds 2
@@ -16,9 +19,11 @@ import asyncio
 import gc
 import json
 import multiprocessing
+import random
 import statistics
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,11 +36,13 @@ from server_process import ServerProcess, raise_descriptor_limit
 from gapless.bench.serving.arrivals import LoadLevel
 from gapless.bench.serving.http_client import HttpClient, Origin
 from gapless.bench.serving.load import run_level
-from gapless.bench.serving.prompts import ServingRequest, random_requests
+from gapless.bench.serving.prompts import PATHS, ServingRequest
 
 _LEAD_S = 0.5
 _TIMEOUT_S = 1200.0
 _BUSY_CLIENT = 0.85
+_PRINTABLE = tuple(range(32, 127))
+_HEALTH_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +58,13 @@ class Share:
     ttft_s: list[float]
 
 
-def run_share(origin: Origin, requests: Sequence[ServingRequest], start_s: float) -> Share:
-    """Send requests, all at once at a moment of the monotonic clock; runs in a client process."""
+def run_share(origin: Origin, requests: Sequence[ServingRequest], streams: int, start_s: float) -> Share:
+    """Keep ``streams`` requests running from a moment of the monotonic clock on; runs in a client process."""
 
     async def run() -> Share:
         async with HttpClient(replace(origin, prefix="/v1"), connect_timeout_s=120) as client:
             await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
-            level = LoadLevel(kind="concurrency", value=len(requests))
+            level = LoadLevel(kind="concurrency", value=streams)
             done = await run_level(client, level, requests, seed=0, timeout_s=_TIMEOUT_S)
         failed = [record for record in done.records if not record.is_complete]
         return Share(
@@ -73,17 +80,26 @@ def run_share(origin: Origin, requests: Sequence[ServingRequest], start_s: float
     return asyncio.run(run())
 
 
-def requests_of(args: argparse.Namespace, number: int) -> list[ServingRequest]:
-    """The requests of a round; round 0 warms up."""
-    return random_requests(
-        "completions",
-        count=args.streams,
-        prompt_tokens=args.prompt_tokens,
-        new_tokens=args.new_tokens,
-        model=None,
-        seed=args.seed + 1_000_003 * number,
-        ignore_eos=True,
-    )
+def requests_of(args: argparse.Namespace, number: int) -> list[dict[str, Any]]:
+    """The requests of a round, as bodies; round 0 warms up. No two prompts begin alike."""
+    draw = random.Random(args.seed + 1_000_003 * number)
+    half = args.new_tokens // 2
+    return [
+        {
+            "prompt": draw.choices(_PRINTABLE, k=args.prompt_tokens),
+            "max_tokens": draw.randint(args.new_tokens - half, args.new_tokens + half),
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "allowed_token_ids": list(_PRINTABLE),
+        }
+        for _ in range(args.requests)
+    ]
+
+
+def serving_request(body: dict[str, Any]) -> ServingRequest:
+    """The same as a stream."""
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    return ServingRequest(path=PATHS["completions"], body=json.dumps(streamed).encode())
 
 
 def offline(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -92,7 +108,6 @@ def offline(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     from gapless import LLM, SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=args.new_tokens, ignore_eos=True)
     rounds = []
     with LLM(
         args.model,
@@ -106,7 +121,9 @@ def offline(args: argparse.Namespace) -> list[dict[str, Any]]:
         timeline=True,
     ) as llm:
         for number in range(args.warm_up + args.rounds):
-            prompts = [{"prompt_token_ids": json.loads(each.body)["prompt"]} for each in requests_of(args, number)]
+            bodies = requests_of(args, number)
+            prompts = [{"prompt_token_ids": body.pop("prompt")} for body in bodies]
+            params = [SamplingParams(**body) for body in bodies]
             began_s = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - began_s
@@ -151,9 +168,16 @@ async def online(args: argparse.Namespace, log: Path) -> dict[str, Any]:
 
 def one_round(args: argparse.Namespace, origin: Origin, pool: ProcessPoolExecutor, number: int) -> dict[str, Any]:
     """One round, spread over the client processes."""
-    requests, count = requests_of(args, number), args.client_processes
+    requests, count = [serving_request(body) for body in requests_of(args, number)], args.client_processes
     start_s = time.perf_counter() + (_LEAD_S if number else 10 * _LEAD_S)  # the first time processes start
-    futures = [pool.submit(run_share, origin, requests[place::count], start_s) for place in range(count)]
+    futures = [
+        pool.submit(run_share, origin, requests[place::count], len(range(place, args.streams, count)), start_s)
+        for place in range(count)
+    ]
+    slowest_health_s = 0.0
+    while not all(future.done() for future in futures):
+        slowest_health_s = max(slowest_health_s, health_s(origin))
+        time.sleep(_HEALTH_INTERVAL_S)
     shares = [future.result() for future in futures]
     failures = sum((Counter(share.failures) for share in shares), Counter[str]())
     if failures:
@@ -164,9 +188,18 @@ def one_round(args: argparse.Namespace, origin: Origin, pool: ProcessPoolExecuto
         "seconds": round(seconds, 4),
         "tokens": tokens,
         "tokens_per_s": round(tokens / seconds, 1),
+        "slowest_health_s": round(slowest_health_s, 4),
         "busiest_client": round(max(share.client_busy for share in shares), 3),
         "median_ttft_s": round(statistics.median(t for share in shares for t in share.ttft_s), 4),
     }
+
+
+def health_s(origin: Origin) -> float:
+    """Seconds until ``/health`` has answered."""
+    began_s = time.perf_counter()
+    with urllib.request.urlopen(f"http://{origin.host}:{origin.port}/health", timeout=30) as answer:
+        answer.read()
+    return time.perf_counter() - began_s
 
 
 def main() -> int:
@@ -177,16 +210,18 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cpu")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=256, help="on average; a request has half to one and a half")
+    parser.add_argument("--requests", type=int, help="of a round; default: 4 for each stream")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm-up", type=int, default=2, help="rounds; at least 1")
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds; at least 1")
     parser.add_argument("--client-processes", type=int, help="default: 4 with a GPU, 1 without")
     parser.add_argument("--token-budget", type=int, default=2048, help="of both; the server's default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.client_processes = args.client_processes or (4 if args.device == "cuda" else 1)
-    args.context = args.prompt_tokens + args.new_tokens
+    args.requests = args.requests or 4 * args.streams
+    args.context = args.prompt_tokens + args.new_tokens + args.new_tokens // 2
     args.num_blocks = args.streams * (-(-args.context // 16) + 1)
     raise_descriptor_limit(4 * args.streams + 1000)
 
@@ -203,6 +238,7 @@ def main() -> int:
     rates = [statistics.median(each["tokens_per_s"] for each in rounds) for rounds in (library, served["rounds"])]
     busiest = max(each["busiest_client"] for each in served["rounds"])
     print(f"HTTP:    {[each['tokens_per_s'] for each in served['rounds']]} tokens/s, busiest client {busiest:.0%}")
+    print(f"slowest /health: {max(each['slowest_health_s'] for each in served['rounds']):.3f} s")
     print(f"HTTP / offline: {rates[1] / rates[0]:.4f} with {args.streams} streams of {args.model}")
     if busiest > _BUSY_CLIENT:
         print("a client was at its limit: use more --client-processes")

@@ -1,5 +1,6 @@
 """CUDA graphs give what launching kernel by kernel gives, bit for bit, and cost neither a sync nor memory twice."""
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -244,3 +245,30 @@ def test_logits_and_tokens_of_a_replay_are_those_of_a_launch(size: int, window: 
         runs.append(kept)
     assert all(launched.equal(replayed) for launched, replayed in zip(*runs, strict=True))
     assert len({int(tokens[0]) for tokens in runs[0][1::2]}) > 1
+
+
+def test_garbage_of_an_earlier_engine_does_not_spoil_a_capture() -> None:
+    """Graphs in a cycle of dead objects would be destroyed by the next collection, which a capture must not meet."""
+
+    def cycle_with_a_graph() -> None:
+        tensor = torch.zeros(8, device="cuda")
+        cycle: list[object] = [CudaRecorder().record(lambda: tensor.add_(1))]
+        cycle.append(cycle)
+
+    tensor = torch.zeros(8, device="cuda")
+
+    def work() -> None:
+        tensor.add_(1)
+        assert not gc.isenabled()
+        _ = [[i] for i in range(5000)]  # enough objects for a collection
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            cycle_with_a_graph()
+        graph = CudaRecorder().record(work)
+        graph.replay()
+    stream.synchronize()
+    assert gc.isenabled()
+    assert tensor.eq(1).all()

@@ -19,7 +19,9 @@ loads its kernels, and captured right after, while the device works on it: nothi
 only, by the thread that runs it.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,18 +76,32 @@ class CudaRecorder:
 
         ``torch.cuda.graph`` is not used, because it synchronises the device and empties the allocator's cache, in the
         middle of traffic. ``thread_local``: a call of ours that may not be captured is an error, while other threads of
-        the process (the user's own, another engine) go on allocating memory and waiting for events meanwhile.
+        the process (the user's own, another engine) go on allocating memory and waiting for events meanwhile. Garbage
+        is not collected meanwhile: in it may be the graphs of an earlier engine, and to destroy one is such a call.
         """
         graph = torch.cuda.CUDAGraph()
-        # The random generator's own tensors are made here; as inference tensors they would fail a later capture of the
-        # user's outside of inference mode.
-        with torch.inference_mode(mode=False):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            work()
-        finally:
-            graph.capture_end()
+        with _without_garbage_collection():
+            # The random generator's own tensors are made here; as inference tensors they would fail a later capture of
+            # the user's outside of inference mode.
+            with torch.inference_mode(mode=False):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return graph
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """No cycle of objects is collected in this process, by any thread, until the end of the block."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

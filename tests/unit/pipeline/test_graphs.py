@@ -1,5 +1,6 @@
 """Which steps are recorded and replayed, over closures in place of CUDA graphs (as in the simulation)."""
 
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +14,7 @@ from gapless.errors import EngineDeadError
 from gapless.layers.forward_inputs import ForwardInputs
 from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch, idle_decode_batch
 from gapless.pipeline.device_step import DeviceStep
-from gapless.pipeline.graphs import GraphCounts, GraphedStep, decode_buckets
+from gapless.pipeline.graphs import GraphCounts, GraphedStep, _without_garbage_collection, decode_buckets
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.simulator import SimulatorQueues
 from gapless.sampling.sampler import Sampler
@@ -192,3 +193,16 @@ def test_a_cpu_launches_everything_and_pads_nothing(cuda_graphs: bool) -> None:
     built.engine.shutdown()
 
     assert isinstance(built.executor, DeviceStep)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_not_collected_within_the_block_and_the_setting_comes_back(enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(KeyError), _without_garbage_collection():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
