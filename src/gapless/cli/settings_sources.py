@@ -38,7 +38,9 @@ KEYS_VARIABLE: Final = "GAPLESS_API_KEYS"
 CONFIG_VARIABLE: Final = "GAPLESS_CONFIG"
 # An engine that serves records its timeline, which /metrics shows.
 _ENGINE_DEFAULTS: Final[Mapping[str, Any]] = {"timeline": True, "token_budget": ONLINE_TOKEN_BUDGET}
-_MODEL_HELP: Final = "A folder, a *.gguf file, 'smollm2', a hub name (org/name), or with --load-format dummy a preset."
+_MODEL_HELP: Final = (
+    "A folder, a *.gguf file, 'smollm2', a hub name (org/name, org/name@revision), or with --load-format dummy a preset."
+)
 _YES_NO: Final = {
     "1": True,
     "true": True,

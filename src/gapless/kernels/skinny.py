@@ -10,7 +10,7 @@ result adds them in their order: no atomic adds, so equal inputs give equal bits
 that do more than multiply.
 
 The next kernel is let go when the sums are done, not at the start: its programs would settle two by two where this
-kernel has left room, and leave the other multiprocessors idle.
+kernel has left room, and leave the other multiprocessors idle. ``streamed_products`` can let it go at the start.
 
 Tiles come from a table (see ``tuned_table``): which are fast depends on the shape and the device. No state; runs on the
 compute stream.
