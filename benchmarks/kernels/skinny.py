@@ -227,17 +227,45 @@ def tune(
     return winners, results
 
 
-def main() -> None:
-    """Compile, time, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(doc: str | None, tokens: list[int]) -> argparse.ArgumentParser:
+    """What every script that tunes is told."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="llama-3.1-8b")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32, 64, 128])
-    parser.add_argument("--matrices", nargs="+", default=[], help="of qkv, o, gate_up, down, head; default all")
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile")
     parser.add_argument("--write", action="store_true", help="write the table that the engine reads for this device")
     parser.add_argument("--json", type=Path, help="where every result is written")
     parser.add_argument("--compile-part", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def compile_beforehand(script: str, options: argparse.Namespace, *others: str) -> None:
+    """Run a script once for each part of its kernels, side by side."""
+    command = [sys.executable, script, "--preset", options.preset, "--jobs", str(options.jobs)]
+    command += ["--tokens", *map(str, options.tokens), *others]
+    workers = [subprocess.Popen([*command, "--compile-part", str(part)]) for part in range(options.jobs)]
+    for worker in workers:
+        worker.wait()
+
+
+def keep(options: argparse.Namespace, table: TunedTable, results: list[dict[str, Any]], bandwidth: float) -> None:
+    """Write table and results, if that was asked for, with what they were measured on."""
+    name = torch.cuda.get_device_name()
+    measured_on = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
+    measured_on["read_tb_s"] = round(bandwidth / 1e12, 3)
+    if options.write:
+        table.write(table_path(name), measured_on)
+        print(f"wrote {table_path(name).name}")
+    if options.json:
+        found = {"environment": environment(torch.device("cuda", 0)) | measured_on, "results": results}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    """Compile, time, and write."""
+    parser = arguments(__doc__, [16, 32, 64, 128])
+    parser.add_argument("--matrices", nargs="+", default=[], help="of qkv, o, gate_up, down, head; default all")
     options = parser.parse_args()
     spec = open_preset(options.preset).spec
     chosen = [matrix for matrix in matrices(spec) if not options.matrices or matrix.name in options.matrices]
@@ -245,24 +273,11 @@ def main() -> None:
     if options.compile_part is not None:
         compile_part(spec, chosen, options.tokens, options.compile_part, options.jobs)
         return
-    tokens = list(map(str, options.tokens))
-    command = [sys.executable, __file__, "--preset", options.preset, "--tokens", *tokens, "--jobs", str(options.jobs)]
-    command += ["--matrices", *(matrix.name for matrix in chosen)]
-    workers = [subprocess.Popen([*command, "--compile-part", str(part)]) for part in range(options.jobs)]
-    for worker in workers:
-        worker.wait()
+    compile_beforehand(__file__, options, "--matrices", *(matrix.name for matrix in chosen))
     bandwidth = measure_read_bandwidth(torch.device("cuda", 0))
     winners, results = tune(spec, chosen, options.tokens, options.repeats, bandwidth)
-    name = torch.cuda.get_device_name()
-    measured_on = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
-    measured_on["read_tb_s"] = round(bandwidth / 1e12, 3)
-    if options.write:
-        table = TunedTable.for_device(name)
-        TunedTable(dict(table.tiles) | winners, table.streamed).write(table_path(name), measured_on)
-        print(f"wrote {table_path(name).name}")
-    if options.json:
-        found = {"environment": environment(torch.device("cuda", 0)) | measured_on, "results": results}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    table = TunedTable.for_device(torch.cuda.get_device_name())
+    keep(options, TunedTable(dict(table.tiles) | winners, table.streamed), results, bandwidth)
 
 
 if __name__ == "__main__":

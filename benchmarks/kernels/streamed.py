@@ -8,24 +8,28 @@ shared memory and fits into it is tried for the products of one tile, and for ga
 table if it beats the first tiles by 1 % and agrees with them. Needs compute capability 9.0.
 """
 
-import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from paged_attention import graph_time_s
-from skinny import COPIES_BYTES, DTYPE, MAX_ERROR, SHARED_BYTES, Matrix, matrices
+from skinny import (
+    COPIES_BYTES,
+    DTYPE,
+    MAX_ERROR,
+    SHARED_BYTES,
+    Matrix,
+    arguments,
+    compile_beforehand,
+    keep,
+    matrices,
+)
 from torch import Tensor
 
-from gapless.bench.report import environment
 from gapless.kernels.layer_ops import TritonOps
-from gapless.kernels.tuned_table import ProductKey, StreamedTile, TunedTable, table_path
+from gapless.kernels.tuned_table import ProductKey, StreamedTile, TunedTable
 from gapless.layers.linear import Linear
 from gapless.layers.ops import PreparedNorm, Residual
 from gapless.layers.rope import Rotation
@@ -165,38 +169,18 @@ def tune(
 
 def main() -> None:
     """Compile, time, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="llama-3.1-8b")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32, 64])
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--jobs", type=int, default=12, help="processes that compile")
-    parser.add_argument("--write", action="store_true", help="write the table that the engine reads for this device")
-    parser.add_argument("--json", type=Path, help="where every result is written")
-    parser.add_argument("--compile-part", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arguments(__doc__, [16, 32, 64]).parse_args()
     spec = open_preset(options.preset).spec
     products = [matrix for matrix in matrices(spec) if matrix.kind != "logits"]
     torch.set_grad_enabled(False)
     if options.compile_part is not None:
         compile_part(spec, products, options.tokens, options.compile_part, options.jobs)
         return
-    command = [sys.executable, __file__, "--preset", options.preset, "--jobs", str(options.jobs)]
-    command += ["--tokens", *map(str, options.tokens)]
-    workers = [subprocess.Popen([*command, "--compile-part", str(part)]) for part in range(options.jobs)]
-    for worker in workers:
-        worker.wait()
+    compile_beforehand(__file__, options)
     bandwidth = measure_read_bandwidth(torch.device("cuda", 0))
-    name = torch.cuda.get_device_name()
-    table = TunedTable.for_device(name)
+    table = TunedTable.for_device(torch.cuda.get_device_name())
     winners, results = tune(spec, products, options.tokens, table, options.repeats, bandwidth)
-    measured_on = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
-    measured_on["read_tb_s"] = round(bandwidth / 1e12, 3)
-    if options.write:
-        TunedTable(table.tiles, dict(table.streamed) | winners).write(table_path(name), measured_on)
-        print(f"wrote {table_path(name).name}")
-    if options.json:
-        found = {"environment": environment(torch.device("cuda", 0)) | measured_on, "results": results}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    keep(options, TunedTable(table.tiles, dict(table.streamed) | winners), results, bandwidth)
 
 
 if __name__ == "__main__":
