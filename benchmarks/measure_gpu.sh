@@ -24,7 +24,8 @@ claim() { # the claim that hangs on the host being on time: nothing else runs be
 ours() {
     part throughput_256x1024 120 "$cli bench throughput $shape --depth 2 --requests 256 --prompt-tokens 1024 \
         --new-tokens 1024 --spread 0 --repeats 1 --json $raw/throughput_256x1024.json --timelines $raw"
-    part http 110 "python3 benchmarks/server/http_overhead.py $shape --device cuda --streams 256 --out $raw/http_overhead.json"
+    part http 140 "python3 benchmarks/server/http_overhead.py $shape --device cuda --streams 256 --prompt-tokens 1024 \
+        --new-tokens 1024 --rounds 1 --out $raw/http_overhead.json"
     part single_1x1024 70 "$cli bench decode $shape --depth 2 --requests 1 --prompt-tokens 256 --new-tokens 1024 \
         --repeats 2 --json $raw/single_1x1024.json --timelines $raw"
     part gpu_sampling 100 "python3 benchmarks/gpu_sampling.py --preset llama-3.1-8b --rows 256 --prompt 1024 \

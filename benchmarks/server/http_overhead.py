@@ -2,11 +2,11 @@
 
 First the library runs all requests, in this process, and lets go of the device; then a server with the same options
 gets them as streams, ``--streams`` at a time, from clients in processes of their own: when one ends the next begins.
-The engine has as many rows as there are streams, so both keep it full until the last requests. Lengths vary, so that
-requests end and begin all the time, and every token is a byte that has text, and so an event of its stream. Both run
-``--rounds`` times after a warm-up, with prompts that are new in each round, and the ratio is that of the medians of
-tokens a second. A client at its limit measures itself: how busy the busiest was is told, and above 85 % there should
-be more ``--client-processes``. Meanwhile ``/health`` is asked ten times a second, and the slowest answer told.
+By default there are as many requests as streams, all sent at once. Every token is a byte that has text, and so an event
+of its stream. Both run ``--rounds`` times after a short warm-up, with prompts that are new in each round, and the ratio
+is that of the medians of tokens a second. A client at its limit measures itself: how busy the busiest was is told, and
+above 85 % there should be more ``--client-processes``. Meanwhile ``/health`` is asked ten times a second, and the
+slowest answer told.
 
     python benchmarks/server/http_overhead.py --model llama-3.1-8b --device cuda --out http_overhead.json
     OMP_NUM_THREADS=1 python benchmarks/server/http_overhead.py --streams 16 --rounds 2
@@ -43,6 +43,7 @@ _TIMEOUT_S = 1200.0
 _BUSY_CLIENT = 0.85
 _PRINTABLE = tuple(range(32, 127))
 _HEALTH_INTERVAL_S = 0.1
+_WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,13 +82,14 @@ def run_share(origin: Origin, requests: Sequence[ServingRequest], streams: int, 
 
 
 def requests_of(args: argparse.Namespace, number: int) -> list[dict[str, Any]]:
-    """The requests of a round, as bodies; round 0 warms up. No two prompts begin alike."""
+    """The requests of a round, as bodies; the first rounds warm up. No two prompts begin alike."""
     draw = random.Random(args.seed + 1_000_003 * number)
-    half = args.new_tokens // 2
+    new_tokens = args.new_tokens if number >= args.warm_up else min(_WARM_UP_TOKENS, args.new_tokens)
+    spread = round(args.spread * new_tokens)
     return [
         {
             "prompt": draw.choices(_PRINTABLE, k=args.prompt_tokens),
-            "max_tokens": draw.randint(args.new_tokens - half, args.new_tokens + half),
+            "max_tokens": draw.randint(new_tokens - spread, new_tokens + spread),
             "temperature": 0.0,
             "ignore_eos": True,
             "allowed_token_ids": list(_PRINTABLE),
@@ -210,18 +212,21 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cpu")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=256, help="on average; a request has half to one and a half")
-    parser.add_argument("--requests", type=int, help="of a round; default: 4 for each stream")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--spread", type=float, default=0.0, help="new tokens vary by this share, up and down")
+    parser.add_argument("--requests", type=int, help="of a round; default: one for each stream")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm-up", type=int, default=1, help="rounds; at least 1")
+    parser.add_argument("--warm-up", type=int, default=1, help="short rounds; at least 1")
     parser.add_argument("--client-processes", type=int, help="default: 4 with a GPU, 1 without")
     parser.add_argument("--token-budget", type=int, default=2048, help="of both; the server's default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.client_processes = args.client_processes or (4 if args.device == "cuda" else 1)
-    args.requests = args.requests or 4 * args.streams
-    args.context = args.prompt_tokens + args.new_tokens + args.new_tokens // 2
+    if not 0 <= args.spread < 1:
+        parser.error("--spread must be at least 0 and below 1")
+    args.requests = args.requests or args.streams
+    args.context = args.prompt_tokens + args.new_tokens + round(args.spread * args.new_tokens)
     args.num_blocks = args.streams * (-(-args.context // 16) + 1)
     raise_descriptor_limit(4 * args.streams + 1000)
 
