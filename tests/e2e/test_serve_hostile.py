@@ -23,6 +23,7 @@ import pytest
 from e2e.served_process import Served, served
 from e2e.stream_reader import StreamReader, assert_at_least_once
 from fixtures.served_models import chain, table_checkpoint
+from gapless.server.json_bodies import MAX_VALUES
 from unit.server.hostile_corpus import HostileRequest, hostile_requests, requests_naming
 from unit.server.hostile_messages import hostile_messages
 from unit.server.live_server import receive_all, status_of
@@ -31,10 +32,12 @@ from unit.server.live_server import send as send_bytes
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 MAX_GAP_S = 0.25
-# Beside eight bodies of 8 MiB, of which each is parsed with the interpreter's lock held.
-MAX_GAP_OF_A_CROWD_S = 1.0
 # Of a stream that is disturbed by nobody, on a machine that is: the server is not to be blamed for less.
 BASELINES = 3
+# The server holds the interpreter's lock for 60 ms at most, but a crowd takes its share of the cores. On two of them
+# the largest gap is 60 to 220 ms at a load of 4, 110 to 250 ms at 8; at 11, with this test three times at once, every
+# fourth try is above the limit, which then says little of the server.
+TRIES_OF_A_CROWD = 5
 MEMORY_PER_BYTE = 20
 # What many small requests cost: allocators keep some of each, in an arena for each thread.
 ALLOWANCE_MIB = 64
@@ -156,7 +159,7 @@ class Neighbour(StreamReader):
         self._ended_s = time.monotonic()
         super().__exit__(kind, error, trace)
 
-    def felt_nothing(self, max_gap_s: float = MAX_GAP_S) -> bool:
+    def felt_nothing(self) -> bool:
         """Whether its text was right, which is asserted, and its largest gap small."""
         *whole, last = self.streams
         expected = (ALPHABET * 30)[1:501]
@@ -166,7 +169,7 @@ class Neighbour(StreamReader):
         baseline_s = max(self.gaps_s(self._began_s, self._disturbed_s))
         gap_s = max(self.gaps_s(self._disturbed_s, self._ended_s))
         print(f"largest gap: {gap_s * 1e3:.0f} ms, undisturbed {baseline_s * 1e3:.0f} ms")
-        return gap_s < max(max_gap_s, BASELINES * baseline_s)
+        return gap_s < max(MAX_GAP_S, BASELINES * baseline_s)
 
 
 def _one_after_another(server: Served) -> bool:
@@ -223,7 +226,32 @@ def _eight_at_a_time(server: Served) -> bool:
         growth = {"at once": (memory.peak_bytes() - before, sum(len(request.body) for request in requests))}
     assert wrong == {}
     _assert_little_memory(growth)
-    return neighbour.felt_nothing(MAX_GAP_OF_A_CROWD_S)
+    return neighbour.felt_nothing()
+
+
+@pytest.mark.parametrize("token", [7, 300])
+def test_a_million_ids_are_decoded_in_little_memory(server: Served, token: int) -> None:
+    """The text is three times as long as the request, in JSON, or (300 has no token) there is none.
+
+    The first of these tests: what larger requests leave in the allocators would do for a million ids, too.
+    """
+    text = "" if token == 300 else chr(token)
+
+    def decoded(count: int) -> int:
+        """Decode so many ids; return the bytes that were sent."""
+        body = b'{"tokens":[%b]}' % b",".join([b"%d" % token] * count)
+        request = HostileRequest(name=f"{count} ids", path="/detokenize", body=body)
+        status, answer = send(server, request)
+        assert (status, json.loads(answer)) == (200, {"prompt": text * count})
+        return len(body)
+
+    decoded(5000)
+    with ResidentMemory(server) as memory:
+        before = memory.begin()
+        sent = decoded(MAX_VALUES - 8)
+        grown = memory.peak_bytes() - before
+    print(f"{sent / (1 << 20):.1f} MiB sent, {grown / sent:.1f} times as much more memory at most")
+    assert grown < MEMORY_PER_BYTE * sent
 
 
 def test_hostile_requests_are_refused_and_the_neighbour_feels_nothing(server: Served) -> None:
@@ -235,7 +263,7 @@ def test_hostile_bytes_are_refused_and_the_neighbour_feels_nothing(server: Serve
 
 
 def test_hostile_requests_at_once_are_refused_and_the_neighbour_feels_nothing(server: Served) -> None:
-    assert_at_least_once(lambda: _eight_at_a_time(server))
+    assert_at_least_once(lambda: _eight_at_a_time(server), TRIES_OF_A_CROWD)
 
 
 def test_no_address_in_a_request_is_ever_asked(server: Served) -> None:

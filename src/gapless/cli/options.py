@@ -23,6 +23,7 @@ from gapless.sampling_params import SamplingParams, unchosen
 
 __all__ = [
     "ENGINE_HELP",
+    "MODEL_HELP",
     "ChatTemplateOption",
     "GenerationConfigOption",
     "ModelOption",
@@ -35,12 +36,14 @@ __all__ = [
     "shared_options",
 ]
 
+MODEL_HELP = "A folder, a *.gguf file, 'smollm2', the hub's org/name[@revision], or with --load-format dummy a preset."
+"""What ``--model`` takes, in a sentence."""
 ModelOption: TypeAlias = Annotated[
     str,
     typer.Option(
         "--model",
         "-m",
-        help="A folder, a *.gguf file, 'smollm2', a hub name (org/name, org/name@revision), or with --load-format dummy a preset.",
+        help=MODEL_HELP,
     ),
 ]
 ChatTemplateOption: TypeAlias = Annotated[
@@ -69,7 +72,7 @@ ENGINE_HELP: Mapping[str, str] = {
     "seed": "Seed of random weights.",
     "max_model_len": "Longest context in tokens; the largest that fits if not given.",
     "max_rows": "Most requests on the device at once.",
-    "token_budget": "Most tokens in a step: many process prompts faster, few keep streams even. Offline on CUDA 8192, else 2048.",
+    "token_budget": "Most tokens in a step, by default 8192 offline on CUDA, else 2048: many speed up prompts, few even out streams.",
     "chunk_size": "Most prompt tokens of one request in a step; the budget if not given.",
     "max_waiting": "Most requests queued.",
     "block_size": "Tokens in a KV block, a power of two.",

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from gapless.cli.options import ENGINE_HELP, flag_of, read_chat_template
+from gapless.cli.options import ENGINE_HELP, MODEL_HELP, flag_of, read_chat_template
 from gapless.config import ONLINE_TOKEN_BUDGET, EngineConfig
 from gapless.errors import ConfigError, shown
 from gapless.server.settings import ServerSettings
@@ -38,9 +38,6 @@ KEYS_VARIABLE: Final = "GAPLESS_API_KEYS"
 CONFIG_VARIABLE: Final = "GAPLESS_CONFIG"
 # An engine that serves records its timeline, which /metrics shows.
 _ENGINE_DEFAULTS: Final[Mapping[str, Any]] = {"timeline": True, "token_budget": ONLINE_TOKEN_BUDGET}
-_MODEL_HELP: Final = (
-    "A folder, a *.gguf file, 'smollm2', a hub name (org/name, org/name@revision), or with --load-format dummy a preset."
-)
 _YES_NO: Final = {
     "1": True,
     "true": True,
@@ -85,7 +82,7 @@ def settings_table() -> tuple[Setting, ...]:
     """Every setting, by group."""
     hints = get_type_hints(ServerSettings)
     model = Setting(
-        key="model", field="model", flag="", group="Model", help=_MODEL_HELP, kind="text", default=None, is_engine=False
+        key="model", field="model", flag="", group="Model", help=MODEL_HELP, kind="text", default=None, is_engine=False
     )
     table = [model]
     for field in fields(ServerSettings):

@@ -27,6 +27,7 @@ from gapless.errors import (
     RequestFailedError,
     shown,
 )
+from gapless.server.logs import request_fields
 
 __all__ = [
     "CLIENT_CLOSED_REQUEST",
@@ -159,7 +160,7 @@ def api_error_of(error: BaseException, fields: Mapping[str, str] | None = None) 
         return ApiError(503, message, code="engine_dead", headers={"Retry-After": "10"})
     if isinstance(error, RequestFailedError):
         return ApiError(500, str(error), code="request_failed")
-    _log.error("an error that nobody expected", exc_info=error)
+    _log.error("an error that nobody expected", exc_info=error, extra=request_fields())
     return ApiError(500, "the server failed on this request; its log has the reason", code="internal_error")
 
 

@@ -27,7 +27,7 @@ from gapless.errors import shown
 from gapless.server.error_bodies import CLIENT_CLOSED_REQUEST, ApiError, api_error_of, error_content
 from gapless.server.keys import KeyRing, host_of
 from gapless.server.limits import Turn
-from gapless.server.logs import fields
+from gapless.server.logs import fields, name_request
 from gapless.server.probes import guarded_routes, public_routes
 from gapless.server.sse import DONE, event, named_event
 
@@ -79,6 +79,7 @@ class Front:
         began_s = time.perf_counter()
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
+        name_request(request_id)
         exchange = _Exchange(receive, send, request_id, self._gate_is_open)
         body = exchange.keep_body(_LOGGED_BODY_BYTES) if self._log_prompts else None
         try:

@@ -21,6 +21,7 @@ from gapless.outputs import CompletionOutput, RequestMetrics, RequestOutput, Tok
 from gapless.prompts import PreparedPrompt
 from gapless.sampling_params import SamplingParams
 from gapless.server.choice_text import ChoiceDelta, ChoiceText
+from gapless.server.logs import request_fields
 from gapless.server.received_news import ChoiceUpdate
 from gapless.text.base_tokenizer import Tokenizer
 from gapless.text.stop_strings import StopStringCheck
@@ -224,6 +225,7 @@ class _Receiver:
         self.choice_id = -1
         self._generation = weakref.ref(generation)
         self._abort = abort
+        self._request_fields = request_fields()  # news come to whichever task reads them
 
     def accepted(self, choice_id: int) -> None:
         self.choice_id = choice_id
@@ -278,5 +280,5 @@ class _Receiver:
 
     def _text_failed(self, error: Exception) -> None:
         """A fault of a tokenizer ends the request that met it, and not the news of all the others."""
-        _log.error("the text of a request could not be made", exc_info=error)
+        _log.error("the text of a request could not be made", exc_info=error, extra=self._request_fields)
         self.text.fail(f"the text could not be made: {type(error).__name__}")

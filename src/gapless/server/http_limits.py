@@ -174,9 +174,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._watch_reader()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection; one whose answer is not even read is cut."""
+        """Close an idle connection. One whose answer is still being read is none: its reader is watched instead."""
         if self.transport.get_write_buffer_size():
-            self.transport.abort()
+            self._start_idle_clock()
         else:
             super().timeout_keep_alive_handler()
 
@@ -185,6 +185,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().pause_writing()
         if self._reader_timer is None:
             self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """The client has taken nearly all; if that was the end of an answer, the connection is idle from now on."""
+        super().resume_writing()
+        if self.timeout_keep_alive_task is not None:
+            self._start_idle_clock()
 
     # --- a request ----------------------------------------------------------------------------------------------------
 
@@ -266,6 +272,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.data_received(data)
 
     # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _start_idle_clock(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _start_timer(self, delay_s: float, callback: Any) -> None:
         self._stop_timer()

@@ -84,7 +84,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _bad(f"the body is not UTF-8: byte {error.start} cannot be decoded") from None
-    _check_counts(body)
+    most_containers = _check_counts(body)
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -98,7 +98,8 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise _bad(f"the body must be a JSON object, not {_NAMES.get(type(value), 'a number')}")
     if len(value) > MAX_FIELDS:  # each that is unknown would cost as much as a whole request
         raise _bad(f"the body has {len(value)} fields; no request has more than {MAX_FIELDS}")
-    _check_nesting(value)
+    if most_containers > MAX_NESTING:  # with fewer nothing can be too deep, and a million ids need not be looked at
+        _check_nesting(value)
     if _SURROGATE_ESCAPE.search(text):
         _check_surrogates(value, "")
     return value
@@ -118,21 +119,24 @@ def _check_content_type(request: Request) -> None:
         raise _bad(f"the content type {what}; send application/json")
 
 
-def _check_counts(body: bytes) -> None:
-    """Refuse more values than a request can need, before any of them is made."""
+def _check_counts(body: bytes) -> int:
+    """Refuse more values than a request can need, before any of them is made; return the most arrays and objects."""
+    containers = _containers(body)
     if (
         body.count(b'"') // 2 > MAX_STRINGS
         or body.count(b",") > MAX_VALUES
-        or _containers(body) > MAX_CONTAINERS
+        or containers > MAX_CONTAINERS
         or _fractions(body) > MAX_FRACTIONS
     ):
         # Perhaps. Only now is it worth telling what is JSON from what is text in its strings.
         bare = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
         _check_count(bare.count(b'"') // 2, MAX_STRINGS, "strings")
         bare = b"".join(bare.split(b'"')[::2])
+        containers = _containers(bare)
         _check_count(bare.count(b","), MAX_VALUES, "values")
-        _check_count(_containers(bare), MAX_CONTAINERS, "arrays and objects")
+        _check_count(containers, MAX_CONTAINERS, "arrays and objects")
         _check_count(_fractions(bare), MAX_FRACTIONS, "fractions, exponents and truth values")
+    return containers
 
 
 def _containers(body: bytes) -> int:

@@ -17,15 +17,17 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, Final
 
 from gapless.server.settings import LogLevel
 
-__all__ = ["LogWriter", "configure_logs", "escaped", "fields"]
+__all__ = ["LogWriter", "configure_logs", "escaped", "fields", "name_request", "request_fields"]
 
 MAX_QUEUED_RECORDS: Final = 10_000
 MAX_LINE_CHARACTERS: Final = 16_384
 _FIELDS: Final = "gapless_fields"
+_request_id: Final[ContextVar[str | None]] = ContextVar("request_id", default=None)
 # A value of these alone ends where the next field begins.
 _PLAIN_VALUE: Final = re.compile(r'[^\s"=\\]+')
 
@@ -33,6 +35,17 @@ _PLAIN_VALUE: Final = re.compile(r'[^\s"=\\]+')
 def fields(**values: object) -> dict[str, Any]:
     """Data that belongs to a line: ``log.info("request", extra=fields(status=200))``."""
     return {_FIELDS: values}
+
+
+def name_request(request_id: str) -> None:
+    """Say which request the calling task answers; tasks that it starts from now on know it, too."""
+    _request_id.set(request_id)
+
+
+def request_fields() -> dict[str, Any]:
+    """Data for a line about the request that is being answered: its id, by which the access log is searched."""
+    request_id = _request_id.get()
+    return {} if request_id is None else fields(request_id=request_id)
 
 
 def escaped(text: str) -> str:

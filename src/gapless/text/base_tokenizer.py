@@ -18,7 +18,8 @@ from gapless.text.validation import check_text
 
 __all__ = ["RenderedChat", "SpecialSpan", "Tokenizer"]
 
-_PIECE_CHARACTERS: Final = 16_384
+# Holds the text of any BOS, with white space that the token may swallow.
+_START_CHARACTERS: Final = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,26 +131,9 @@ class Tokenizer(ABC):
                 f"{field}={shown(text)} is empty and this tokenizer adds no BOS token; give at least one token"
             )
         bos = self._bos_token_id
-        if bos is not None and ids[:2] == [bos, bos] and self._encode(text, False)[:1] == [bos] and self._adds_bos():
+        if bos is not None and ids[:2] == [bos, bos] and self._starts_with_bos(text) and self._adds_bos():
             del ids[0]
         return ids
-
-    def is_longer_than(self, num_tokens: int, text: str, *, field: str = "text") -> bool:
-        """Whether a text has more tokens, counted in pieces: time and memory are those of about ``num_tokens``.
-
-        To tokenise 8 MB at once takes a gigabyte. A token may lie across two pieces, so the count can be too high by a
-        few in each 16,384 characters: ask for twice a limit that must be kept exactly, and tokenise what is below it.
-
-        Raises:
-            RequestError: as :meth:`encode`.
-        """
-        count = 0
-        for start in range(0, len(text), _PIECE_CHARACTERS):
-            piece = text[start : start + _PIECE_CHARACTERS]
-            count += len(self.encode(piece, add_special_tokens=False, field=field))
-            if count > num_tokens:
-                return True
-        return False
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -281,6 +265,9 @@ class Tokenizer(ABC):
     @abstractmethod
     def _template_variables(self) -> Mapping[str, str]:
         """The variables that templates may expect of the tokenizer, such as ``bos_token``."""
+
+    def _starts_with_bos(self, text: str) -> bool:
+        return self._encode(text[:_START_CHARACTERS], False)[:1] == [self._bos_token_id]
 
     def _adds_bos(self) -> bool:
         return self._encode("", True)[:1] == [self._bos_token_id]

@@ -95,7 +95,9 @@ class FastTokenizer(Tokenizer):
         def decode(ids: Sequence[int]) -> str:
             return self.decode(ids, skip_special_tokens=skip_special_tokens)
 
-        return WindowStreamDecoder(decode, self._hidden_ids(skip_special_tokens=skip_special_tokens))
+        hidden_ids = self._hidden_ids(skip_special_tokens=skip_special_tokens)
+        token_of = self._backend.id_to_token
+        return WindowStreamDecoder(decode, lambda token_id: token_id in hidden_ids or token_of(token_id) is None)
 
     def _hidden_ids(self, *, skip_special_tokens: bool) -> frozenset[int]:
         return self.special_ids if skip_special_tokens else frozenset()

@@ -163,15 +163,15 @@ class WindowStreamDecoder:
     CONTEXT_IDS = 8
     MAX_HELD_IDS = 16
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], hidden_ids: frozenset[int]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], is_hidden: Callable[[int], bool]) -> None:
         self._decode = decode
-        self._hidden_ids = hidden_ids  # left out by `decode`, so they would make a context that shields nothing
+        self._is_hidden = is_hidden  # whether `decode` leaves an id out: it would make a context that shields nothing
         self._context: list[int] = []
         self._held: list[int] = []
         self._num_hidden_held = 0
 
     def push(self, token_id: int) -> list[str]:
-        if token_id in self._hidden_ids:
+        if self._is_hidden(token_id):
             self._num_hidden_held += bool(self._held)
             return [] if self._held else [""]
         self._held.append(token_id)

@@ -21,7 +21,7 @@ class LiveServer:
     """A running uvicorn server."""
 
     def __init__(
-        self, app: Any, *, limits: HttpLimits | None = None, loop: str = "uvloop", keep_alive_s: int = 5
+        self, app: Any, *, limits: HttpLimits | None = None, loop: str = "uvloop", keep_alive_s: float = 5
     ) -> None:
         self.app = app
         self.metrics = ServerMetrics()
@@ -40,7 +40,7 @@ class LiveServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=keep_alive_s,
+                timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # uvicorn only adds it to the time
                 timeout_graceful_shutdown=1,
             )
         )

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -280,16 +281,20 @@ def test_c63_crowds_leave_nothing_behind(served: ClientInLoop) -> None:
         gc.collect()
 
     come_and_go("warm-up")
-    before = [(process.num_fds(), process.num_threads(), _own_kilobytes(process)) for process in processes]
+    before = [(process.num_fds(), process.num_threads()) for process in processes]
+    sizes = [[_own_kilobytes(process) for process in processes]]
     for round_ in range(3):
         come_and_go(f"round {round_}")
+        sizes.append([_own_kilobytes(process) for process in processes])
     assert not [each for each in gc.get_objects() if type(each) in (Generation, ChoiceDelta)]
     assert served.client.num_live == 0
-    # On a CPU the engine's matrix products keep a prepared kernel for every new shape, up to some hundred MB.
-    for process, (fds, threads, kilobytes), grown in zip(processes, before, (5_000, 64_000), strict=True):
+    for process, (fds, threads) in zip(processes, before, strict=True):
         assert process.num_fds() <= fds
         assert process.num_threads() <= threads
-        assert _own_kilobytes(process) - kilobytes < grown
+    # What is left behind is so by every crowd: memory that one of them did not need more of is the allocator's affair.
+    # On a CPU the engine's matrix products keep a prepared kernel for every new shape, up to some hundred MB.
+    for sizes_of_one, grown in zip(zip(*sizes, strict=True), (1_700, 21_000), strict=True):
+        assert min(after - before for before, after in pairwise(sizes_of_one)) < grown
 
 
 def test_counts_and_the_timeline_are_told(served: ClientInLoop) -> None:

@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute, Route
 from fixtures.api_server import ApiServer, sse_events
 from fixtures.served_models import chain, table_checkpoint
 from fixtures.tokenizers import CHATML
+from gapless.server.choice_text import ChoiceText
 from gapless.server.engine_client import ServedModelClient
 from gapless.server.generation import Generation
 from gapless.server.probes import guarded_routes, public_routes
@@ -340,6 +341,12 @@ def fault(*_: object, **__: object) -> Any:
     raise FileNotFoundError(2, f"{SECRET} by {object()!r}", SECRET)
 
 
+def logged_ids(caplog: pytest.LogCaptureFixture, message: str) -> list[str | None]:
+    """The request's id in each line with a message."""
+    lines = [record for record in caplog.records if record.getMessage() == message]
+    return [getattr(line, "gapless_fields", {}).get("request_id") for line in lines]
+
+
 def assert_tells_nothing(raw: bytes) -> None:
     for words in (b"secret", b"/home", b"safetensors", b"Traceback", b"FileNotFound", b"object at", b"0x", b'File "'):
         assert words not in raw
@@ -360,6 +367,7 @@ def test_a_fault_in_an_endpoint_tells_nothing(
     assert reply.error == {"message": MESSAGE, "type": "server_error", "param": None, "code": "internal_error"}
     assert_tells_nothing(reply.raw + repr(reply.headers).encode())
     assert SECRET in caplog.text, "the log has the reason"
+    assert logged_ids(caplog, "an error that nobody expected") == [reply.headers["x-request-id"]]
     monkeypatch.undo()
     assert unlocked.ask("POST", path, BODIES[path]).status == 200
     assert unlocked.server.wait_until_idle()
@@ -367,12 +375,13 @@ def test_a_fault_in_an_endpoint_tells_nothing(
 
 @pytest.mark.parametrize("path", [TEXT, CHAT, RESPONSES])
 def test_a_fault_in_a_stream_tells_nothing_and_ends_it(
-    unlocked: Door, path: str, monkeypatch: pytest.MonkeyPatch
+    unlocked: Door, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # The usage is made when the text is complete.
     monkeypatch.setattr(Generation, "num_completion_tokens", property(fault))
     options = {} if path == RESPONSES else {"stream_options": {"include_usage": True}}
-    reply = unlocked.ask("POST", path, {**BODIES[path], "stream": True, **options})
+    with caplog.at_level(logging.ERROR, "gapless"):
+        reply = unlocked.ask("POST", path, {**BODIES[path], "stream": True, **options})
     assert reply.status == 200
     assert_tells_nothing(reply.raw)
     events = list(sse_events(reply.raw))
@@ -383,6 +392,20 @@ def test_a_fault_in_a_stream_tells_nothing_and_ends_it(
     else:
         assert json.loads(events[-2][1])["error"]["message"] == MESSAGE
         assert events[-1] == (None, "[DONE]")
+    assert logged_ids(caplog, "an error that nobody expected") == [reply.headers["x-request-id"]]
+    assert unlocked.server.wait_until_idle()
+
+
+def test_a_fault_in_the_text_of_a_request_is_logged_with_its_id(
+    unlocked: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is met where the engine's news arrive, on behalf of whichever request they are for."""
+    monkeypatch.setattr(ChoiceText, "add", fault)
+    with caplog.at_level(logging.ERROR, "gapless"):
+        replies = [unlocked.ask("POST", TEXT, BODIES[TEXT], {"X-Request-Id": name}) for name in ("one", "two")]
+    assert [reply.error["code"] for reply in replies] == ["request_failed"] * 2
+    assert logged_ids(caplog, "the text of a request could not be made") == ["one", "two"]
+    monkeypatch.undo()
     assert unlocked.server.wait_until_idle()
 
 

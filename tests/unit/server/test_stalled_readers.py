@@ -84,6 +84,35 @@ def test_a_slow_reader_gets_everything(server: LiveServer) -> None:
     assert num_bytes > MUCH
 
 
+def idle_until_s(server: LiveServer) -> float | None:
+    """When the only connection is to be closed, on its loop's clock; ``None`` while its request is being answered."""
+    [connection] = server.server.server_state.connections
+    timer: asyncio.TimerHandle | None = connection.timeout_keep_alive_task  # type: ignore[union-attr]
+    return None if timer is None else timer.when()
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_reader_slower_than_an_idle_connection_may_be_gets_everything(loop: str) -> None:
+    keep_alive_s = 0.3
+    with (
+        LiveServer(Talkative(), limits=HttpLimits(), loop=loop, keep_alive_s=keep_alive_s) as server,
+        asked(server, "/whole") as connection,
+    ):
+        until(lambda: idle_until_s(server) is not None)  # all is written, and next to nothing taken
+        time.sleep(3 * keep_alive_s)
+        assert len(receive_all(connection)) > MUCH, "until the server closes the connection, which is idle now"
+
+
+def test_a_connection_is_idle_once_its_answer_has_been_taken(server: LiveServer) -> None:
+    with asked(server, "/whole") as connection:
+        until(lambda: idle_until_s(server) is not None)
+        first_s, num_bytes = idle_until_s(server), 0
+        while num_bytes < MUCH:
+            num_bytes += len(connection.recv(1 << 20))
+        until(lambda: idle_until_s(server) != first_s)
+    until(lambda: not server.server.server_state.connections)
+
+
 def test_an_answer_that_stays_incomplete_ends_with_its_connection(server: LiveServer) -> None:
     with asked(server, "/half") as connection:
         assert len(receive_all(connection)) < MUCH

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from gapless.text.byte_tokenizer import ByteTokenizer
 from gapless.text.decoder_chain import read_decoder_chain
 from gapless.text.detokenizer import IncrementalDetokenizer
 from gapless.text.fast_tokenizer import FastTokenizer
+from gapless.text.long_texts import PIECE_IDS, decoded_pieces
 from gapless.text.tokenizer import Tokenizer, load_tokenizer
 
 SMILE = "\U0001f600"
@@ -194,6 +196,20 @@ def test_the_cost_of_an_id_does_not_grow_with_the_output(name: str, monkeypatch:
     assert longest <= 24
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("skip", [False, True])
+def test_pieces_of_a_long_list_join_to_its_decoding(name: str, skip: bool) -> None:
+    tokenizer = tokenizer_named(name)
+    # Most of them are bytes, so that characters and runs lie across the ends of pieces.
+    draw = random.Random(name)
+    often = {"spm": spm_bytes(SMILE.encode()), "words": [5], "wordpiece": [5], "metaspace": [5]}.get(name, [240, 159])
+    for length in (0, 1, PIECE_IDS, 2 * PIECE_IDS + 1):
+        ids = [draw.choice(often) if draw.random() < 0.7 else draw.randrange(320) for _ in range(length)]
+        pieces = list(decoded_pieces(ids, tokenizer, skip_special_tokens=skip))
+        assert "".join(pieces) == hf_decode(name, ids, skip_special_tokens=skip)
+        assert len(pieces) == -(-length // PIECE_IDS) + 1
+
+
 def test_c33_spaces_of_sentencepiece() -> None:
     tokenizer = tokenizer_named("spm")
     ids = [spm_id("▁"), spm_id("▁cup"), spm_id("▁s")]
@@ -248,6 +264,16 @@ def test_c39_an_id_without_a_token_has_no_text() -> None:
         assert [detokenizer.append([token_id]) for token_id in ids] == ["a", "", "b"]
         assert detokenizer.num_ids == 3
         assert tokenizer.decode(ids, skip_special_tokens=False) == "ab"
+
+
+@pytest.mark.parametrize("name", ["metaspace", "wordpiece", "words"])
+def test_c39_a_run_of_ids_without_a_token_is_no_start_of_a_text(name: str) -> None:
+    """A space before a word belongs to it wherever it is, but at the start of a text is none."""
+    for length in (7, 8, 16, 40):
+        ids = [5, *[300] * length, 5]
+        deltas = stream(IncrementalDetokenizer(tokenizer_named(name)), [[token_id] for token_id in ids])
+        assert "".join(deltas) == hf_decode(name, ids, skip_special_tokens=True)
+        assert deltas[1:-2] == [""] * length
 
 
 def chained(tokenizer: Tokenizer, steps: Sequence[str]) -> Tokenizer:

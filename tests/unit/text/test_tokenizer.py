@@ -172,6 +172,23 @@ def test_c35_raw_prompts_get_one_bos(tmp_path: Path) -> None:
     assert without.encode_prompt("<s><s>hi") == [BYTE_BOS, BYTE_BOS, *b"hi"]
 
 
+def test_c35_a_long_prompt_that_starts_with_bos_is_tokenised_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_tokenizer(tmp_path, add_bos=True)
+    lengths = []
+    encode = tokenizer._encode
+
+    def watched(text: str, add_special_tokens: bool) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "_encode", watched)
+    text = " " * 500 + "a" * 50_000
+    assert tokenizer.encode_prompt("<s>" + text) == [BYTE_BOS, *text.encode()]
+    assert sum(lengths) < 2 * len(text)
+
+
 def test_c35_sentencepiece_prompts_get_one_bos(tmp_path: Path) -> None:
     tokenizer = spm_tokenizer(tmp_path)
     assert tokenizer.encode_prompt("cup") == [1, spm_id("▁cup")]
