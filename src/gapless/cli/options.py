@@ -72,7 +72,7 @@ ENGINE_HELP: Mapping[str, str] = {
     "seed": "Seed of random weights.",
     "max_model_len": "Longest context in tokens; the largest that fits if not given.",
     "max_rows": "Most requests on the device at once.",
-    "token_budget": "Most tokens in a step, by default 8192 offline on CUDA, else 2048: many speed up prompts, few even out streams.",
+    "token_budget": "Most tokens in a step; if not given, 8192 offline on CUDA and 2048 elsewhere.",
     "chunk_size": "Most prompt tokens of one request in a step; the budget if not given.",
     "max_waiting": "Most requests queued.",
     "block_size": "Tokens in a KV block, a power of two.",
