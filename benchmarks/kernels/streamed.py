@@ -79,7 +79,7 @@ class Layers:
 
     def __init__(self, spec: ModelSpec, products: list[Matrix], tokens: int, count: int) -> None:
         device = torch.device("cuda")
-        self.spec, self.device, self.tokens = spec, device, tokens
+        self.device = device
         self.layers = [
             {
                 matrix.name: Linear(

@@ -25,7 +25,7 @@ from gapless.kernels.dependent_launch import dependent_launch_options
 from gapless.kernels.skinny import SkinnyTile, checked_tokens, tile_sums
 from gapless.layers.ops import PreparedNorm
 
-__all__ = ["MAX_ARRIVALS", "fused_gate", "fused_residual"]
+__all__ = ["MAX_ARRIVALS", "fused_gate", "fused_residual", "partial_sums"]
 
 MAX_ARRIVALS = 4096
 """Entries that ``arrivals`` must have: most tiles of a product whose inner axis is split."""
@@ -184,7 +184,7 @@ def fused_residual(
         next_norm,
         weighted,
         squares,
-        _partial_sums(num_tiles, tile, tokens, x.device),
+        partial_sums(num_tiles, tile.splits, tile.block_n * tokens, x.device),
         arrivals,
         num_tokens,
         N=hidden_size,
@@ -242,7 +242,7 @@ def fused_gate(
     return out
 
 
-def _partial_sums(num_tiles: int, tile: SkinnyTile, tokens: int, device: torch.device) -> Tensor:
-    """Memory for the partial sums of tiles whose inner axis is split."""
-    size = num_tiles * tile.splits * tile.block_n * tokens if tile.splits > 1 else 0
+def partial_sums(num_tiles: int, splits: int, tile_size: int, device: torch.device) -> Tensor:
+    """Memory for the partial sums of tiles whose inner axis is split, each of ``tile_size`` numbers."""
+    size = num_tiles * splits * tile_size if splits > 1 else 0
     return torch.empty(size, dtype=torch.float32, device=device)

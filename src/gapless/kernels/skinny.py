@@ -17,6 +17,7 @@ compute stream.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import triton
 import triton.language as tl
@@ -58,7 +59,15 @@ def padded_tokens(num_tokens: int) -> int | None:
     return next((width for width in (16, 32, 64, MAX_SKINNY_TOKENS) if num_tokens <= width), None)
 
 
-def checked_tokens(x: Tensor, weight: Tensor, tile: SkinnyTile) -> int:
+class FittingTile(Protocol):
+    """A tile of any kernel."""
+
+    def fits(self, out_features: int, in_features: int) -> bool:
+        """Whether it divides a matrix evenly, as its kernel demands."""
+        ...
+
+
+def checked_tokens(x: Tensor, weight: Tensor, tile: FittingTile) -> int:
     """Width of the tile that holds the tokens of ``x``, having checked that the product can be done."""
     tokens = padded_tokens(len(x))
     assert tokens is not None

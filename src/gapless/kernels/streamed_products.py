@@ -27,8 +27,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.kernels.dependent_launch import dependent_launch_options
-from gapless.kernels.fused_products import MAX_ARRIVALS
-from gapless.kernels.skinny import padded_tokens
+from gapless.kernels.fused_products import MAX_ARRIVALS, partial_sums
+from gapless.kernels.skinny import checked_tokens
 from gapless.kernels.tuned_table import StreamedTile
 from gapless.layers.ops import PreparedNorm
 
@@ -257,7 +257,6 @@ def streamed_residual(
     boxes = _boxes(weight, x, tile)
     weighted = torch.empty_like(hidden)
     squares = torch.empty((num_tiles, num_tokens), dtype=torch.float32, device=x.device)
-    num_partials = num_tiles * tile.splits * StreamedTile.ROWS * boxes[1].block_shape[0] if tile.splits > 1 else 0
     _residual_kernel[(num_tiles, tile.splits)](
         *boxes,
         weight if bias is None else bias,
@@ -265,7 +264,7 @@ def streamed_residual(
         next_norm,
         weighted,
         squares,
-        torch.empty(num_partials, dtype=torch.float32, device=x.device),
+        partial_sums(num_tiles, tile.splits, StreamedTile.ROWS * boxes[1].block_shape[0], x.device),
         arrivals,
         num_tokens,
         N=hidden_size,
@@ -308,12 +307,8 @@ def streamed_gate(
 
 def _boxes(weight: Tensor, x: Tensor, tile: StreamedTile) -> tuple[TensorDescriptor, TensorDescriptor]:
     """How TMA reads the weight and the tokens, of which those past the last are zeros; checks that it can."""
-    tokens = padded_tokens(len(x))
-    assert tokens is not None
-    assert tile.fits(*weight.shape)
+    tokens = checked_tokens(x, weight, tile)
     assert x.dtype == weight.dtype == torch.bfloat16
-    assert x.is_contiguous()
-    assert weight.is_contiguous()
     return _box(weight, StreamedTile.ROWS), _box(x, tokens)
 
 

@@ -1,11 +1,11 @@
 """Which matrix products a kernel of ours does, and with which tiles: :class:`TunedTable`, read from a file.
 
 The idea: the library's kernel is at the limit for some shapes and far from it for others, and which tile is best is a
-measurement, not a rule. So the choice is data: a JSON file for each device in ``tuned/``, written by
-``benchmarks/kernels/skinny.py``, which lists only what was measured to beat the library. A shape or a device that is
-not there is the library's. A product may have a second tile, for kernels that only some devices can run, measured to
-beat the first. The choice depends on the matrix and on the padded number of tokens alone, so equal step shapes run
-equal kernels. Immutable; any thread may read it.
+measurement, not a rule. So the choice is data: a JSON file for each device in ``tuned/``, written by ``skinny.py`` and
+``streamed.py`` in ``benchmarks/kernels``, which lists only what was measured to beat the library. A shape or a device
+that is not there is the library's. A product may have a second tile, for kernels that only some devices can run,
+measured to beat the first. The choice depends on the matrix and on the padded number of tokens alone, so equal step
+shapes run equal kernels. Immutable; any thread may read it.
 """
 
 import json
