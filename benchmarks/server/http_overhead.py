@@ -23,7 +23,6 @@ import random
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,18 +30,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from health_probe import HealthProbe
 from server_process import ServerProcess, raise_descriptor_limit
+from soak_report import health_figures
 
 from gapless.bench.serving.arrivals import LoadLevel
 from gapless.bench.serving.http_client import HttpClient, Origin
 from gapless.bench.serving.load import run_level
-from gapless.bench.serving.prompts import PATHS, ServingRequest
+from gapless.bench.serving.prompts import ServingRequest, serving_request
 
 _LEAD_S = 0.5
 _TIMEOUT_S = 1200.0
 _BUSY_CLIENT = 0.85
 _PRINTABLE = tuple(range(32, 127))
-_HEALTH_INTERVAL_S = 0.1
 _WARM_UP_TOKENS = 32
 
 
@@ -82,7 +82,7 @@ def run_share(origin: Origin, requests: Sequence[ServingRequest], streams: int, 
 
 
 def requests_of(args: argparse.Namespace, number: int) -> list[dict[str, Any]]:
-    """The requests of a round, as bodies; the first rounds warm up. No two prompts begin alike."""
+    """The requests of a round, prompts and sampling options; the first rounds warm up. No two prompts begin alike."""
     draw = random.Random(args.seed + 1_000_003 * number)
     new_tokens = args.new_tokens if number >= args.warm_up else min(_WARM_UP_TOKENS, args.new_tokens)
     spread = round(args.spread * new_tokens)
@@ -96,12 +96,6 @@ def requests_of(args: argparse.Namespace, number: int) -> list[dict[str, Any]]:
         }
         for _ in range(args.requests)
     ]
-
-
-def serving_request(body: dict[str, Any]) -> ServingRequest:
-    """The same as a stream."""
-    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    return ServingRequest(path=PATHS["completions"], body=json.dumps(streamed).encode())
 
 
 def offline(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -170,17 +164,15 @@ async def online(args: argparse.Namespace, log: Path) -> dict[str, Any]:
 
 def one_round(args: argparse.Namespace, origin: Origin, pool: ProcessPoolExecutor, number: int) -> dict[str, Any]:
     """One round, spread over the client processes."""
-    requests, count = [serving_request(body) for body in requests_of(args, number)], args.client_processes
+    bodies, count = requests_of(args, number), args.client_processes
+    requests = [serving_request("completions", body.pop("prompt"), None, body) for body in bodies]
     start_s = time.perf_counter() + (_LEAD_S if number else 10 * _LEAD_S)  # the first time processes start
     futures = [
         pool.submit(run_share, origin, requests[place::count], len(range(place, args.streams, count)), start_s)
         for place in range(count)
     ]
-    slowest_health_s = 0.0
-    while not all(future.done() for future in futures):
-        slowest_health_s = max(slowest_health_s, health_s(origin))
-        time.sleep(_HEALTH_INTERVAL_S)
-    shares = [future.result() for future in futures]
+    with HealthProbe(origin.port) as probe:
+        shares = [future.result() for future in futures]
     failures = sum((Counter(share.failures) for share in shares), Counter[str]())
     if failures:
         raise SystemExit(f"{dict(failures)}: {next(share.first_failure for share in shares if share.first_failure)}")
@@ -190,18 +182,11 @@ def one_round(args: argparse.Namespace, origin: Origin, pool: ProcessPoolExecuto
         "seconds": round(seconds, 4),
         "tokens": tokens,
         "tokens_per_s": round(tokens / seconds, 1),
-        "slowest_health_s": round(slowest_health_s, 4),
+        "health": health_figures(probe.answers),
+        "health_failures": sum(answer.status != 200 for answer in probe.answers),
         "busiest_client": round(max(share.client_busy for share in shares), 3),
         "median_ttft_s": round(statistics.median(t for share in shares for t in share.ttft_s), 4),
     }
-
-
-def health_s(origin: Origin) -> float:
-    """Seconds until ``/health`` has answered."""
-    began_s = time.perf_counter()
-    with urllib.request.urlopen(f"http://{origin.host}:{origin.port}/health", timeout=30) as answer:
-        answer.read()
-    return time.perf_counter() - began_s
 
 
 def main() -> int:
@@ -243,7 +228,7 @@ def main() -> int:
     rates = [statistics.median(each["tokens_per_s"] for each in rounds) for rounds in (library, served["rounds"])]
     busiest = max(each["busiest_client"] for each in served["rounds"])
     print(f"HTTP:    {[each['tokens_per_s'] for each in served['rounds']]} tokens/s, busiest client {busiest:.0%}")
-    print(f"slowest /health: {max(each['slowest_health_s'] for each in served['rounds']):.3f} s")
+    print(f"slowest /health: {max(each['health']['max_ms'] for each in served['rounds']):.0f} ms")
     print(f"HTTP / offline: {rates[1] / rates[0]:.4f} with {args.streams} streams of {args.model}")
     if busiest > _BUSY_CLIENT:
         print("a client was at its limit: use more --client-processes")

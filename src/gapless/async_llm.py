@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from gapless.config import ONLINE_TOKEN_BUDGET
+from gapless.config import EngineConfig
 from gapless.engine.engine import Engine
 from gapless.engine.results import RequestUpdate
 from gapless.errors import EngineDeadError, RequestError
@@ -145,12 +145,10 @@ class AsyncLLM(ServedModel):
         **options: Unpack[EngineOptions],
     ) -> None:
         self._sink = _StreamSink()
-        if options.get("token_budget") is None:
-            options["token_budget"] = ONLINE_TOKEN_BUDGET
         super().__init__(
             model,
             self._sink,
-            options,
+            EngineConfig.from_options(dict(options)).for_streams(),
             chat_template=chat_template,
             generation_config=generation_config,
             override_generation_config=override_generation_config,

@@ -101,6 +101,10 @@ class EngineConfig:
             raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
         return cls(**options)
 
+    def for_streams(self) -> "EngineConfig":
+        """With the token budget of those who wait for each token, unless one was given."""
+        return self if self.token_budget is not None else replace(self, token_budget=ONLINE_TOKEN_BUDGET)
+
     def for_device(self, device_type: str) -> "EngineConfig":
         """With what the type of device, ``cuda`` or ``cpu``, decides filled in."""
         if self.token_budget is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+from gapless.config import EngineConfig
 from gapless.engine.request import EngineRequest
 from gapless.engine.results import RequestUpdate
 from gapless.errors import EngineDeadError, QueueFullError, RequestError
@@ -124,7 +125,7 @@ class LLM(ServedModel):
         super().__init__(
             model,
             self._sink,
-            options,
+            EngineConfig.from_options(dict(options)),
             chat_template=chat_template,
             generation_config=generation_config,
             override_generation_config=override_generation_config,

@@ -157,7 +157,7 @@ class ServedModel:
     Args:
         model: a folder, a ``*.gguf`` file, ``smollm2``, a preset (with ``load_format="dummy"``), or a hub name.
         sink: hears the engine's news, in the engine's thread. It must not refer to this object.
-        options: of the engine, by the names of :class:`EngineConfig`.
+        config: the engine's options.
         chat_template: Jinja source, or the name of one of the checkpoint's templates, instead of its default.
         generation_config: ``auto`` takes sampling defaults from the checkpoint's ``generation_config.json``, ``none``
             does not.
@@ -174,7 +174,7 @@ class ServedModel:
         self,
         model: str | Path,
         sink: OutputSink,
-        options: EngineOptions,
+        config: EngineConfig,
         *,
         chat_template: str | None,
         generation_config: GenerationConfigMode,
@@ -186,8 +186,8 @@ class ServedModel:
             raise ConfigError(f"generation_config={generation_config!r} is unknown; use one of auto, none")
         overrides = override_generation_config or {}
         override_defaults(overrides)  # before anything is loaded
-        self._config = EngineConfig.from_options(dict(options))
-        built = build_engine(model, self._config, sink, progress=progress, logits_processor=logits_processor)
+        self._config = config
+        built = build_engine(model, config, sink, progress=progress, logits_processor=logits_processor)
         self._finalizer = weakref.finalize(self, _end, built.engine)
         try:
             if progress is not None:

@@ -8,14 +8,14 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from fixtures.cuda_engine import CudaEngine, mixed_requests
+from fixtures.watched_engine import WatchedEngine, mixed_requests
 from gapless.engine.request import EngineRequest
 
 pytestmark = pytest.mark.gpu
 
 
 def run(requests: list[EngineRequest], **options: Any) -> tuple[list[list[int]], list[tuple[int, int]], int]:
-    with CudaEngine(**options) as engine:
+    with WatchedEngine(**options) as engine:
         outputs = engine.run(requests)
         return outputs, engine.shapes, engine.built.engine.counters().preemptions
 

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 from transformers import MistralConfig
 
-from fixtures.cuda_engine import CudaEngine, mixed_requests, no_host_sync
+from fixtures.watched_engine import WatchedEngine, mixed_requests, no_host_sync
 from gapless.engine.request import EngineRequest
 from gapless.kernels.paged_attention import TritonAttention
 from gapless.layers.forward_inputs import ForwardInputs
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 SIZES = (*range(1, 18), 33)
 
 
-def counts(engine: CudaEngine) -> GraphCounts:
+def counts(engine: WatchedEngine) -> GraphCounts:
     executor = engine.built.executor
     assert isinstance(executor, GraphedStep)
     return executor.counts
@@ -76,7 +76,7 @@ def sliding_window_model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_c15_graphs_equal_eager_at_every_batch_size(depth: int, sampled: bool) -> None:
     options: dict[str, Any] = {"depth": depth, "max_rows": 40, "enable_prefix_caching": False}
-    with CudaEngine(cuda_graphs=True, **options) as graphed, CudaEngine(cuda_graphs=False, **options) as eager:
+    with WatchedEngine(cuda_graphs=True, **options) as graphed, WatchedEngine(cuda_graphs=False, **options) as eager:
         assert isinstance(eager.built.executor, DeviceStep)
         seen: set[int] = set()
         for size in SIZES:
@@ -97,11 +97,11 @@ def test_c15_graphs_equal_eager_at_every_batch_size(depth: int, sampled: bool) -
 def test_a_sliding_window_is_replayed_past_its_edge(depth: int, sliding_window_model: Path) -> None:
     options: dict[str, Any] = {"depth": depth, "max_rows": 16, "enable_prefix_caching": False}
     work = mixed_requests(12, sampled=True)
-    with CudaEngine(sliding_window_model, **options) as graphed:
+    with WatchedEngine(sliding_window_model, **options) as graphed:
         outputs = graphed.run(work)
         assert graphed.built.loaded.spec.windows == (24, 24)
         assert counts(graphed).replayed > 10
-    with CudaEngine(sliding_window_model, cuda_graphs=False, **options) as eager:
+    with WatchedEngine(sliding_window_model, cuda_graphs=False, **options) as eager:
         assert outputs == eager.run(work)
 
 
@@ -109,11 +109,11 @@ def test_a_sliding_window_is_replayed_past_its_edge(depth: int, sliding_window_m
 def test_preemption_and_admission_change_rows_between_replays(depth: int) -> None:
     options: dict[str, Any] = {"depth": depth, "num_blocks": 24, "max_model_len": 256, "chunk_size": 16, "max_rows": 6}
     work = mixed_requests(24, sampled=True)
-    with CudaEngine(**options) as graphed:
+    with WatchedEngine(**options) as graphed:
         outputs = [graphed.run(work), graphed.run(work)]
         assert graphed.built.engine.counters().preemptions > 0
         assert counts(graphed).replayed > 50
-    with CudaEngine(cuda_graphs=False, **options) as eager:
+    with WatchedEngine(cuda_graphs=False, **options) as eager:
         assert outputs == [eager.run(work), eager.run(work)]
 
 
@@ -121,7 +121,7 @@ def test_the_pool_at_depth_2_is_within_5_percent_of_depth_1() -> None:
     """Of a model whose intermediates are megabytes; captured in the order in which traffic asks for buckets."""
     sizes = {}
     for depth in (1, 2):
-        with CudaEngine("smollm2-135m", depth=depth, max_rows=64, enable_prefix_caching=False) as engine:
+        with WatchedEngine("smollm2-135m", depth=depth, max_rows=64, enable_prefix_caching=False) as engine:
             executor = engine.built.executor
             assert isinstance(executor, GraphedStep)
             assert isinstance(executor.recorder, CudaRecorder)
@@ -157,10 +157,10 @@ def test_other_threads_may_allocate_and_wait_during_a_capture() -> None:
             failures.append(error)
 
     work = mixed_requests(24, sampled=True, stops=False)
-    with CudaEngine(cuda_graphs=False) as eager:
+    with WatchedEngine(cuda_graphs=False) as eager:
         expected = eager.run(work)
     other = threading.Thread(target=busy)
-    with CudaEngine() as engine:
+    with WatchedEngine() as engine:
         other.start()
         ids: list[list[int]] = []
         try:

@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from fixtures.checkpoints import f_hist_model, save
-from fixtures.cuda_engine import CudaEngine
 from fixtures.served_models import hist_checkpoint, random_prompts
+from fixtures.watched_engine import WatchedEngine
 from gapless import LLM, SamplingParams
 from gapless.engine.request import EngineRequest
 from gapless.kernels.draw import draw_tokens_triton
@@ -68,7 +68,7 @@ def test_depths_give_the_same_tokens_with_every_option_and_no_host_sync(folder: 
     results = []
     for depth in (1, 2, 3):
         settings: dict[str, Any] = {"load_format": "auto", "dtype": dtype, "depth": depth}
-        with CudaEngine(folder, enable_prefix_caching=False, **settings) as engine:
+        with WatchedEngine(folder, enable_prefix_caching=False, **settings) as engine:
             # The first run compiles kernels and takes the memory of the tables; the second is checked for syncs.
             first = engine.run(work, may_wait=True)
             results.append(engine.run(work))
@@ -79,9 +79,9 @@ def test_depths_give_the_same_tokens_with_every_option_and_no_host_sync(folder: 
 def test_a_tight_pool_gives_the_tokens_of_an_ample_one(folder: Path) -> None:
     work = engine_requests(32)
     settings: dict[str, Any] = {"load_format": "auto", "dtype": "float32"}
-    with CudaEngine(folder, depth=2, **settings) as engine:
+    with WatchedEngine(folder, depth=2, **settings) as engine:
         ample = engine.run(work, may_wait=True)
-    with CudaEngine(folder, depth=3, num_blocks=12, max_model_len=128, chunk_size=16, **settings) as engine:
+    with WatchedEngine(folder, depth=3, num_blocks=12, max_model_len=128, chunk_size=16, **settings) as engine:
         tight = engine.run(work, may_wait=True)
         assert engine.built.engine.counters().preemptions > 0
     assert tight == ample

@@ -11,6 +11,8 @@ def test_the_token_budget_is_the_devices_unless_it_is_given() -> None:
     assert EngineConfig().for_device("cuda").step_tokens == 8192
     assert EngineConfig().for_device("cpu").step_tokens == 2048
     assert EngineConfig(token_budget=100).for_device("cuda").step_tokens == 100
+    assert EngineConfig().for_streams().for_device("cuda").step_tokens == 2048
+    assert EngineConfig(token_budget=100).for_streams().step_tokens == 100
 
 
 def test_a_chunk_is_at_most_the_budget() -> None:

@@ -20,7 +20,7 @@ from gapless.bench.figures import median_of, percentile
 from gapless.bench.measured_engine import MeasuredEngine
 from gapless.bench.progress import BenchProgress
 from gapless.bench.workloads import Lengths, synthetic_workload
-from gapless.config import ONLINE_TOKEN_BUDGET, EngineConfig
+from gapless.config import EngineConfig
 from gapless.engine.assembly import BuiltEngine, build_engine
 from gapless.engine.results import RequestUpdate
 from gapless.errors import ConfigError, EngineDeadError
@@ -233,7 +233,7 @@ class StepDriver:
             for row in range(requests)
             for column in range(columns)
         ]
-        most = self._plan.config.token_budget or ONLINE_TOKEN_BUDGET  # no default is smaller
+        most = self._plan.config.for_device(self._built.loaded.model.device.type).step_tokens
         idle = idle_decode_batch(1, self._plan.num_rows)
         for start in range(0, len(changes), most):
             yield replace(idle, table_changes=tuple(changes[start : start + most]))

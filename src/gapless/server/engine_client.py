@@ -85,7 +85,7 @@ class ServedModelClient:
             StartEngine(
                 model=str(model),
                 is_path=isinstance(model, Path),
-                config=config or EngineConfig(timeline=True),
+                config=(config or EngineConfig(timeline=True)).for_streams(),
                 log_level=_log.getEffectiveLevel(),
             ),
             progress,

@@ -15,7 +15,7 @@ from gapless.errors import ConfigError
 from gapless.prompt_files import InputError, Job, parse_jsonl
 from gapless.sampling_params import SamplingParams
 
-__all__ = ["PATHS", "Endpoint", "ServingRequest", "file_requests", "random_requests"]
+__all__ = ["PATHS", "Endpoint", "ServingRequest", "file_requests", "random_requests", "serving_request"]
 
 Endpoint = Literal["chat", "completions"]
 PATHS: Final[dict[Endpoint, str]] = {"chat": "/chat/completions", "completions": "/completions"}
@@ -72,7 +72,7 @@ def random_requests(
             words = [str(index), *draw.choices(_WORDS.split(), k=prompt_tokens)][:prompt_tokens]
             prompt = [{"role": "user", "content": " ".join(words)}]
         fields = {"max_tokens": new_tokens, "temperature": 0.0} | ({"ignore_eos": True} if ignore_eos else {})
-        made.append(_request(endpoint, prompt, model, fields))
+        made.append(serving_request(endpoint, prompt, model, fields))
     return made
 
 
@@ -99,7 +99,7 @@ def file_requests(
         jobs = parse_jsonl(lines, str(path), SamplingParams(temperature=0.0, max_tokens=new_tokens))
     if not jobs:
         raise ConfigError(f'{path} has no prompts: write lines such as {{"prompt": "..."}}')
-    requests = [_request(endpoint, _prompt_of(job, endpoint), model, _options_of(job.params)) for job in jobs]
+    requests = [serving_request(endpoint, _prompt_of(job, endpoint), model, _options_of(job.params)) for job in jobs]
     return [requests[index % len(requests)] for index in range(count)]
 
 
@@ -125,7 +125,8 @@ def _options_of(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _request(endpoint: Endpoint, prompt: Any, model: str | None, options: dict[str, Any]) -> ServingRequest:
+def serving_request(endpoint: Endpoint, prompt: Any, model: str | None, options: dict[str, Any]) -> ServingRequest:
+    """A request with a prompt as the endpoint takes it; ``options`` are further fields of its body."""
     field = "messages" if endpoint == "chat" else "prompt"
     body = {field: prompt, "stream": True, "stream_options": {"include_usage": True}, **options}
     if model is not None:
