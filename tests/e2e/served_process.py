@@ -16,7 +16,9 @@ from typing import Any
 
 import psutil
 
-GAPLESS = [sys.executable, "-c", "from gapless.cli.main import main; main()"]
+# As a shell starts it: a runner in the background may hand down an ignored SIGINT, and Python would keep to that.
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+GAPLESS = [sys.executable, "-c", INTERRUPTIBLE + "from gapless.cli.main import main; main()"]
 TINY = ["tiny-llama", "--load-format", "dummy", "--device", "cpu", "--num-blocks", "256", "--port", "0"]
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("GAPLESS_")},

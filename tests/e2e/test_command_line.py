@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from e2e.served_process import GAPLESS
 from fixtures.tokenizers import smollm2_gguf
 
 ROOT = Path(__file__).parents[2]
-# As a shell starts it: a runner in the background may hand down an ignored SIGINT, and Python would keep to that.
-INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-GAPLESS = [sys.executable, "-c", INTERRUPTIBLE + "from gapless.cli.main import main; main()"]
 SMOLLM2 = ["--model", "smollm2", "--device", "cpu", "--num-blocks", "200"]
 TINY = ["--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--num-blocks", "64"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TERM": "dumb"}

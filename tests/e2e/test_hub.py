@@ -359,11 +359,14 @@ def test_ctrl_c_ends_a_download_at_once_and_the_next_command_completes_it(
         env={**environment(hub, tmp_path), "TERM": "xterm"},
     ) as process:
         os.close(device)
-        seen = read_until(terminal, "0.0/2.5 MB")
-        until(lambda: weights_read(hub))
-        os.write(terminal, b"\x03")
-        seen += read_until(terminal, "interrupted")
-        assert process.wait(60) == 130
+        try:
+            seen = read_until(terminal, "0.0/2.5 MB")
+            until(lambda: weights_read(hub))
+            os.write(terminal, b"\x03")
+            seen += read_until(terminal, "interrupted")
+            assert process.wait(60) == 130
+        finally:
+            process.kill()  # nothing, unless it has failed to end
     os.close(terminal)
     assert "Traceback" not in seen
     assert "trying again" not in seen
