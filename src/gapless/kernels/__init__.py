@@ -16,6 +16,7 @@ counts it knows, so that nothing here waits for the device and everything can be
 - ``skinny``: matrix products of few tokens, bound by reading the weights.
 - ``fused_products``: such products that do the residual add, the next norm or the gate as well.
 - ``tuned_table``: which products these kernels do, and with which tiles: data, measured on each device (``tuned/``).
+- ``launch``: how each of them is launched, at little cost to the host, and compiled ahead.
 - ``dependent_launch``: a kernel is made ready while the one before it still runs.
 
 Importing these modules imports Triton, so only code that runs on a CUDA device does so. Set ``TRITON_INTERPRET=1``

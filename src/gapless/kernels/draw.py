@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gapless.kernels.launch import launch_kernel
+
 __all__ = ["draw_tokens_triton"]
 
 _BLOCK = 2048
@@ -249,7 +251,9 @@ def draw_tokens_triton(
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     values = torch.empty((count, _MAX_CANDIDATES), dtype=torch.float32, device=logits.device)
     ids = torch.zeros((count, _MAX_CANDIDATES), dtype=torch.int32, device=logits.device)
-    _draw_kernel[(count,)](
+    launch_kernel(
+        _draw_kernel,
+        (count,),
         logits, samples, maxima, temperatures, top_ks, top_ps, min_ps, numbers, tokens, values, ids, vocab_size,
         BLOCK=_BLOCK, CAP=_MAX_CANDIDATES, num_warps=8,
     )  # fmt: skip

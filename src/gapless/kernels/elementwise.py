@@ -12,6 +12,8 @@ Each kernel lets the next one start before it waits itself: what that one reads 
 step's first kernel.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -19,12 +21,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.kernels.dependent_launch import dependent_launch_options
+from gapless.kernels.launch import launch_kernel
 from gapless.layers.ops import Residual
 from gapless.layers.rope import Rotation
 
 __all__ = ["add_rms_norm", "rotate_and_write", "silu_and_mul"]
 
 _GATE_BLOCK = 1024
+_ROTATED_ROWS = 16
+"""Heads x tokens that a program of ``rotate_and_write`` does. With one for each head, long steps are bound by the rate
+at which programs start: some 400,000 with 8,192 tokens (475 us, at a tenth of the bandwidth)."""
 
 
 @triton.jit
@@ -72,6 +78,8 @@ def _rotate_and_write_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     ROTATION_STRIDE: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     NUM_ADDENDS: tl.constexpr,
@@ -81,57 +89,68 @@ def _rotate_and_write_kernel(
     HAS_NORM: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    # One program a token and head; a head is handled as its two halves, which rotation pairs.
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    # A program does some tokens, a row for each of HEADS neighbouring heads: all of them queries, or keys, or values. A
+    # head is handled as its two halves, which rotation pairs.
+    first_head = tl.program_id(1) * HEADS
     DIM: tl.constexpr = 2 * HALF
-    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
+    ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    r = tl.arange(0, ROWS)
+    token = tl.program_id(0).to(tl.int64) * (ROWS // HEADS) + r // HEADS
+    head = first_head + r % HEADS
     d = tl.arange(0, PADDED_HALF)
-    inside = d < HALF
+    live = token < num_tokens
+    inside = live[:, None] & (d < HALF)[None, :]
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
-    a = tl.zeros([PADDED_HALF], tl.float32)
-    b = tl.zeros([PADDED_HALF], tl.float32)
+    a = tl.zeros([ROWS, PADDED_HALF], tl.float32)
+    b = tl.zeros([ROWS, PADDED_HALF], tl.float32)
     for i in tl.static_range(NUM_ADDENDS):
-        source = qkv + (i * num_tokens + token) * WIDTH + head * DIM + d
+        source = qkv + (((i * num_tokens + token) * ALL_HEADS + head) * DIM)[:, None] + d[None, :]
         a += tl.load(source, mask=inside, other=0.0).to(tl.float32)
         b += tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     if NUM_SQUARES > 0:
         part = tl.arange(0, triton.next_power_of_2(NUM_SQUARES))
-        sums = tl.load(squares + part * num_tokens + token, mask=part < NUM_SQUARES, other=0.0)
-        root = tl.rsqrt(tl.sum(sums, 0) / HIDDEN_SIZE + eps)
-        a *= root
-        b *= root
+        sums = tl.load(
+            squares + part[None, :] * num_tokens + token[:, None],
+            mask=live[:, None] & (part < NUM_SQUARES)[None, :],
+            other=0.0,
+        )
+        root = tl.rsqrt(tl.sum(sums, 1) / HIDDEN_SIZE + eps)
+        a *= root[:, None]
+        b *= root[:, None]
     if HAS_BIAS:
-        a += tl.load(bias + head * DIM + d, mask=inside, other=0.0).to(tl.float32)
-        b += tl.load(bias + head * DIM + HALF + d, mask=inside, other=0.0).to(tl.float32)
+        at = bias + (head * DIM)[:, None] + d[None, :]
+        a += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        b += tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     # Rounded as the product itself would be, however many addends it came in.
     low = a.to(q.dtype.element_ty)
     high = b.to(q.dtype.element_ty)
-    if head < NUM_HEADS + NUM_KV_HEADS:
+    if first_head < NUM_HEADS + NUM_KV_HEADS:
         a = low.to(tl.float32)
         b = high.to(tl.float32)
         if HAS_NORM:
-            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / DIM + eps)
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
             # Rounded as the reference rounds: after the scale, and after the weight.
-            wa = tl.load(qk_norm + head * DIM + d, mask=inside, other=0.0).to(tl.float32)
-            wb = tl.load(qk_norm + head * DIM + HALF + d, mask=inside, other=0.0).to(tl.float32)
+            at = qk_norm + (head * DIM)[:, None] + d[None, :]
+            wa = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            wb = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
             a = ((a * scale).to(low.dtype).to(tl.float32) * wa).to(low.dtype).to(tl.float32)
             b = ((b * scale).to(low.dtype).to(tl.float32) * wb).to(low.dtype).to(tl.float32)
         # The table's sine is negated in its first half.
-        c = tl.load(cos + token * ROTATION_STRIDE + d, mask=inside, other=0.0)
-        s = tl.load(sin + token * ROTATION_STRIDE + HALF + d, mask=inside, other=0.0)
+        angle = (token * ROTATION_STRIDE)[:, None] + d[None, :]
+        c = tl.load(cos + angle, mask=inside, other=0.0)
+        s = tl.load(sin + angle + HALF, mask=inside, other=0.0)
         low = (a * c - b * s).to(low.dtype)
         high = (b * c + a * s).to(high.dtype)
-    if head < NUM_HEADS:
-        target = q + (token * NUM_HEADS + head) * DIM + d
+    if first_head < NUM_HEADS:
+        target = q + ((token * NUM_HEADS + head) * DIM)[:, None] + d[None, :]
     else:
-        slot = tl.load(slots + token) * (NUM_KV_HEADS * DIM)
-        if head < NUM_HEADS + NUM_KV_HEADS:
-            target = keys + slot + (head - NUM_HEADS) * DIM + d
+        slot = tl.load(slots + token, mask=live, other=0) * (NUM_KV_HEADS * DIM)
+        if first_head < NUM_HEADS + NUM_KV_HEADS:
+            target = keys + (slot + (head - NUM_HEADS) * DIM)[:, None] + d[None, :]
         else:
-            target = values + slot + (head - NUM_HEADS - NUM_KV_HEADS) * DIM + d
+            target = values + (slot + (head - NUM_HEADS - NUM_KV_HEADS) * DIM)[:, None] + d[None, :]
     tl.store(target, low, mask=inside)
     tl.store(target + HALF, high, mask=inside)
 
@@ -162,7 +181,9 @@ def add_rms_norm(residual: Residual, weight: Tensor, eps: float, *, dependent: b
     if num_tokens == 0:
         return out
     padded = triton.next_power_of_2(size)
-    _add_rms_norm_kernel[(num_tokens,)](
+    launch_kernel(
+        _add_rms_norm_kernel,
+        (num_tokens,),
         hidden,
         hidden if delta is None else delta,
         weight,
@@ -210,22 +231,19 @@ def rotate_and_write(
     num_heads = all_heads - 2 * num_kv_heads
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=keys.dtype, device=qkv.device)
     half = head_dim // 2
-    _rotate_and_write_kernel[(num_tokens, all_heads)](
-        qkv,
-        qkv if squares is None else squares,
-        qkv if bias is None else bias,
-        qkv if qk_norm is None else qk_norm,
-        rotation.cos,
-        rotation.sin,
-        q,
-        keys,
-        values,
-        slots,
-        num_tokens,
-        eps,
+    heads = math.gcd(num_kv_heads, _ROTATED_ROWS)  # neighbours; it divides the number of query heads too
+    tokens = _ROTATED_ROWS // heads
+    launch_kernel(
+        _rotate_and_write_kernel,
+        (triton.cdiv(num_tokens, tokens), all_heads // heads),
+        *(qkv, qkv if squares is None else squares, qkv if bias is None else bias),
+        *(qkv if qk_norm is None else qk_norm, rotation.cos, rotation.sin),
+        *(q, keys, values, slots, num_tokens, eps),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
+        HEADS=heads,
+        ROWS=_ROTATED_ROWS,
         ROTATION_STRIDE=rotation.cos.stride(0),
         PADDED_HALF=triton.next_power_of_2(half),
         NUM_ADDENDS=num_addends,
@@ -234,7 +252,7 @@ def rotate_and_write(
         HAS_BIAS=bias is not None,
         HAS_NORM=qk_norm is not None,
         DEPENDENT_LAUNCH=dependent,
-        num_warps=1,
+        num_warps=_ROTATED_ROWS // 4,
         **dependent_launch_options(on=dependent),
     )
     return q
@@ -246,7 +264,9 @@ def silu_and_mul(gate_up: Tensor, *, dependent: bool = False) -> Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, triton.cdiv(size, _GATE_BLOCK))
-    _silu_and_mul_kernel[grid](
+    launch_kernel(
+        _silu_and_mul_kernel,
+        grid,
         gate_up,
         out,
         SIZE=size,

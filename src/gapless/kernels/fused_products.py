@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.kernels.dependent_launch import dependent_launch_options
+from gapless.kernels.launch import launch_kernel
 from gapless.kernels.skinny import SkinnyTile, checked_tokens, tile_sums
 from gapless.layers.ops import PreparedNorm
 
@@ -176,7 +177,9 @@ def fused_residual(
     assert num_tiles <= MAX_ARRIVALS
     weighted = torch.empty_like(hidden)
     squares = torch.empty((num_tiles, num_tokens), dtype=torch.float32, device=x.device)
-    _residual_kernel[(num_tiles, tile.splits)](
+    launch_kernel(
+        _residual_kernel,
+        (num_tiles, tile.splits),
         x,
         weight,
         weight if bias is None else bias,
@@ -221,7 +224,9 @@ def fused_gate(
     assert size % tile.block_n == 0
     tokens = checked_tokens(x, weight, tile)
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    _gate_kernel[(size // tile.block_n,)](
+    launch_kernel(
+        _gate_kernel,
+        (size // tile.block_n,),
         x,
         x if squares is None else squares,
         weight,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gapless.kernels.attend_tiles import attend_kernel
 from gapless.kernels.dependent_launch import dependent_launch_options, has_dependent_launch
+from gapless.kernels.launch import launch_kernel
 from gapless.kernels.work_list import ITEM_FIELDS, TileClass, WorkList, build_work_list
 from gapless.layers.forward_inputs import ForwardInputs
 
@@ -282,23 +283,13 @@ def _enqueue(
     group = geometry.num_heads // geometry.num_kv_heads
     padded = _padded(geometry.head_dim)
     combine_rows = triton.next_power_of_2(launch.tile_tokens * group)
-    attend_kernel[(geometry.num_kv_heads, launch.work.num_slots)](
-        q,
-        keys,
-        values,
-        out,
-        launch.work.items,
-        tables,
-        launch.partial_out,
-        launch.partial_lse,
-        launch.work.arrivals,
-        scale * _LOG2_E,
-        geometry.window or 0,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        tables.stride(0),
+    launch_kernel(
+        attend_kernel,
+        (geometry.num_kv_heads, launch.work.num_slots),
+        *(q, keys, values, out, launch.work.items, tables),
+        *(launch.partial_out, launch.partial_lse, launch.work.arrivals),
+        *(scale * _LOG2_E, geometry.window or 0, q.stride(0), q.stride(1)),
+        *(keys.stride(0), keys.stride(1), tables.stride(0)),
         NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=group,
         HEAD_DIM=geometry.head_dim,

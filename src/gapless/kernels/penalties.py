@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gapless.kernels.launch import launch_kernel
+
 __all__ = ["apply_penalties_triton"]
 
 _BLOCK = 1024
@@ -60,4 +62,6 @@ def apply_penalties_triton(logits: Tensor, samples: Tensor, rows: Tensor, histor
     assert logits.is_contiguous()
     assert history.shape[1] == vocab_size
     grid = (len(samples), triton.cdiv(vocab_size, _BLOCK))
-    _penalise[grid](logits, samples, rows, history, values, vocab_size, PROMPT_BIT=_PROMPT_BIT, BLOCK=_BLOCK)
+    launch_kernel(
+        _penalise, grid, logits, samples, rows, history, values, vocab_size, PROMPT_BIT=_PROMPT_BIT, BLOCK=_BLOCK
+    )

@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.kernels.dependent_launch import dependent_launch_options
+from gapless.kernels.launch import launch_kernel
 
 __all__ = ["MAX_SKINNY_TOKENS", "SkinnyTile", "checked_tokens", "padded_tokens", "skinny_product", "tile_sums"]
 
@@ -149,7 +150,9 @@ def skinny_product(x: Tensor, weight: Tensor, out: Tensor, tile: SkinnyTile, *, 
     tokens = checked_tokens(x, weight, tile)
     assert out.is_contiguous()
     assert out.shape == (tile.splits, num_tokens, out_features)
-    _product_kernel[(out_features // tile.block_n, tile.splits)](
+    launch_kernel(
+        _product_kernel,
+        (out_features // tile.block_n, tile.splits),
         x,
         weight,
         out,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gapless.kernels.launch import launch_kernel
 from gapless.layers.forward_inputs import TokenInputs
 
 __all__ = ["TritonEdges", "largest_logits_triton"]
@@ -109,7 +110,9 @@ class TritonEdges:
         """See ``StepEdges.prepare``."""
         num_tokens = len(input_ids)
         out = torch.empty((3, num_tokens), dtype=torch.int64, device=input_ids.device)
-        _prepare_kernel[(triton.cdiv(num_tokens, _TOKENS_BLOCK),)](
+        launch_kernel(
+            _prepare_kernel,
+            (triton.cdiv(num_tokens, _TOKENS_BLOCK),),
             input_ids,
             carry,
             positions,
@@ -129,8 +132,17 @@ class TritonEdges:
     def keep(self, tokens: Tensor, top: Tensor, rows: Tensor, last_tokens: Tensor, output: Tensor) -> None:
         """See ``StepEdges.keep``."""
         count = len(tokens)
-        _keep_kernel[(triton.cdiv(count, _TOKENS_BLOCK),)](
-            tokens, top, rows, last_tokens, output, count, BLOCK=_TOKENS_BLOCK, num_warps=4
+        launch_kernel(
+            _keep_kernel,
+            (triton.cdiv(count, _TOKENS_BLOCK),),
+            tokens,
+            top,
+            rows,
+            last_tokens,
+            output,
+            count,
+            BLOCK=_TOKENS_BLOCK,
+            num_warps=4,
         )
 
 
@@ -144,10 +156,26 @@ def largest_logits_triton(logits: Tensor) -> tuple[Tensor, Tensor]:
     top = torch.empty(count, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     if count:
-        _largest_in_part_kernel[(count, num_parts)](
-            logits, part_top, part_token, vocab_size, num_parts, BLOCK=_VOCAB_BLOCK, num_warps=8
+        launch_kernel(
+            _largest_in_part_kernel,
+            (count, num_parts),
+            logits,
+            part_top,
+            part_token,
+            vocab_size,
+            num_parts,
+            BLOCK=_VOCAB_BLOCK,
+            num_warps=8,
         )
-        _largest_of_parts_kernel[(count,)](
-            part_top, part_token, top, tokens, num_parts, PARTS=triton.next_power_of_2(num_parts), num_warps=1
+        launch_kernel(
+            _largest_of_parts_kernel,
+            (count,),
+            part_top,
+            part_token,
+            top,
+            tokens,
+            num_parts,
+            PARTS=triton.next_power_of_2(num_parts),
+            num_warps=1,
         )
     return top, tokens

@@ -17,6 +17,8 @@ Sums over a split inner axis are added by the last program to arrive, in a fixed
 state; runs on the compute stream. Needs compute capability 9.0.
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -28,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gapless.kernels.dependent_launch import dependent_launch_options
 from gapless.kernels.fused_products import MAX_ARRIVALS, partial_sums
+from gapless.kernels.launch import launch_kernel
 from gapless.kernels.skinny import checked_tokens
 from gapless.kernels.tuned_table import StreamedTile
 from gapless.layers.ops import PreparedNorm
@@ -223,7 +226,9 @@ def streamed_product(x: Tensor, weight: Tensor, out: Tensor, tile: StreamedTile,
     out_features = weight.shape[0]
     assert out.is_contiguous()
     assert out.shape == (tile.splits, num_tokens, out_features)
-    _product_kernel[(out_features // StreamedTile.ROWS, tile.splits)](
+    launch_kernel(
+        _product_kernel,
+        (out_features // StreamedTile.ROWS, tile.splits),
         *_boxes(weight, x, tile),
         out,
         num_tokens,
@@ -257,7 +262,9 @@ def streamed_residual(
     boxes = _boxes(weight, x, tile)
     weighted = torch.empty_like(hidden)
     squares = torch.empty((num_tiles, num_tokens), dtype=torch.float32, device=x.device)
-    _residual_kernel[(num_tiles, tile.splits)](
+    launch_kernel(
+        _residual_kernel,
+        (num_tiles, tile.splits),
         *boxes,
         weight if bias is None else bias,
         hidden,
@@ -288,7 +295,9 @@ def streamed_gate(
     assert tile.splits == 1
     assert size % StreamedTile.ROWS == 0
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    _gate_kernel[(size // StreamedTile.ROWS,)](
+    launch_kernel(
+        _gate_kernel,
+        (size // StreamedTile.ROWS,),
         *_boxes(weight, x, tile),
         x if squares is None else squares,
         out,
@@ -314,5 +323,10 @@ def _boxes(weight: Tensor, x: Tensor, tile: StreamedTile) -> tuple[TensorDescrip
 
 def _box(matrix: Tensor, rows: int) -> TensorDescriptor:
     box = [rows, StreamedTile.STEP]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, layout)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, _layout(rows))
+
+
+@functools.cache
+def _layout(rows: int) -> gl.NVMMASharedLayout:
+    """Of a box in shared memory; made once, which takes as long as a launch."""
+    return gl.NVMMASharedLayout.get_default_for([rows, StreamedTile.STEP], gl.bfloat16)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gapless.kernels.launch import launch_kernel
 from gapless.layers.forward_inputs import ForwardInputs
 
 __all__ = ["ITEM_FIELDS", "TileClass", "WorkList", "build_work_list", "work_list_reference"]
@@ -177,7 +178,9 @@ def build_work_list(
     items = torch.empty((1 + num_slots, ITEM_FIELDS), dtype=torch.int32, device=device)
     arrivals = torch.empty(num_slots * num_kv_heads, dtype=torch.int32, device=device)
     tile_map = torch.empty((num_tiles, 2), dtype=torch.int32, device=device)
-    _work_list_kernel[(1,)](
+    launch_kernel(
+        _work_list_kernel,
+        (1,),
         inputs.query_starts,
         inputs.seq_lens,
         inputs.rows,

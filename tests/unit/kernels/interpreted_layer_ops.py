@@ -31,12 +31,14 @@ def test_add_rms_norm(size: int, num_tokens: int, has_delta: bool) -> None:
     assert ours.equal(hidden) is not has_delta
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 80), (2, 2, 64)])
+@pytest.mark.parametrize("num_tokens", [1, 5, 69])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 80), (2, 2, 64), (9, 3, 64)])
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize(
     ("num_addends", "is_prepared", "has_bias"), [(1, False, False), (3, True, False), (2, True, True)]
 )
 def test_rotate_and_write(
+    num_tokens: int,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -45,7 +47,7 @@ def test_rotate_and_write(
     is_prepared: bool,
     has_bias: bool,
 ) -> None:
-    num_tokens, num_slots, hidden_size = 5, 24, 40
+    num_slots, hidden_size = 99, 40
     heads = num_heads + 2 * num_kv_heads
     addends = random(num_addends, num_tokens, heads, head_dim)
     norm = 1 + 0.3 * random(num_heads + num_kv_heads, head_dim, seed=1) if has_norm else None
@@ -58,8 +60,10 @@ def test_rotate_and_write(
         product += bias.view(heads, head_dim)
     inv_freq = tuple(10_000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
     spec = RopeSpec(kind="default", inv_freq=inv_freq, attention_factor=1.1, max_positions=64)
-    rotation = RopeTable(spec, num_positions=64, device=torch.device("cpu")).rotation(torch.tensor([0, 1, 5, 33, 63]))
-    slots = torch.tensor([3, 23, 0, 7, 11])
+    rotation = RopeTable(spec, num_positions=64, device=torch.device("cpu")).rotation(
+        torch.arange(num_tokens) * 13 % 64
+    )
+    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(5))[:num_tokens]
     before = random(2, num_slots, num_kv_heads, head_dim, seed=3)
     ours, expected = before.clone(), before.clone()
     q = elementwise.rotate_and_write(
