@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from gapless.kernels.elementwise import rotate_and_write
-from gapless.kernels.paged_attention import TritonAttention, paged_attention_reference
+from gapless.kernels.gluon_support import can_run_gluon
+from gapless.kernels.paged_attention import _WHOLE_TILE, TritonAttention, paged_attention_reference
 from gapless.kernels.work_list import TileClass, build_work_list, work_list_reference
 from gapless.layers.rope import Rotation
 
@@ -121,6 +122,26 @@ def test_short_chunk_over_a_long_context_is_split(backend: TritonAttention, dtyp
     (launch,) = next(iter(plan.launches.values()))
     assert launch.work.items[1, 7].item() > 1
     assert relative_error(result, reference(batch)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (4, 4), (9, 3), (16, 1)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_prefills_of_whole_tiles(
+    backend: TritonAttention, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    layout = layout_of(dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
+    lens = [(1, 300), (2, 2), (129, 1129), (128, 128), (700, 737), (1, 1), (3500, 3601), (640, 1024), (33, 161)]
+    batch = cuda_batch([Entry(query_len=n, seq_len=m) for n, m in lens], layout, seed=head_dim)
+    plan = backend.plan(batch.inputs, block_size)
+    with poisoned_memory():
+        result = backend.attend(batch.q, batch.keys, batch.values, plan, scale=batch.scale, window=None)
+    if can_run_gluon(torch.device("cuda")):
+        assert [launch.tile is _WHOLE_TILE for launch in next(iter(plan.launches.values()))] == [False, True]
+    assert relative_error(result, reference(batch)) < TOLERANCE[dtype]
+    for _ in range(5):
+        assert backend.attend(batch.q, batch.keys, batch.values, plan, scale=batch.scale, window=None).equal(result)
 
 
 def test_equal_steps_give_equal_bits(backend: TritonAttention) -> None:

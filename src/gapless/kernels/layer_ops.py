@@ -10,12 +10,12 @@ Owns the count of arrived programs, zero between kernels. Used on the compute st
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from gapless.kernels.dependent_launch import has_dependent_launch
 from gapless.kernels.elementwise import add_rms_norm, rotate_and_write, silu_and_mul
 from gapless.kernels.fused_products import MAX_ARRIVALS, fused_gate, fused_residual
+from gapless.kernels.gluon_support import can_run_gluon
 from gapless.kernels.skinny import SkinnyTile, skinny_product
 from gapless.kernels.tuned_table import ProductKind, StreamedTile, TunedTable
 from gapless.layers.linear import Linear
@@ -23,9 +23,6 @@ from gapless.layers.ops import Residual, picked
 from gapless.layers.rope import Rotation
 
 __all__ = ["TritonOps"]
-
-_GLUON_TRITON = "3.6."
-"""Versions of Triton whose Gluon, not yet a stable part of it, ``streamed_products`` was written for and run with."""
 
 
 class TritonOps:
@@ -59,7 +56,7 @@ class TritonOps:
             device,
             table=table,
             dependent_launch=has_dependent_launch(device),
-            streamed=_can_stream(device),
+            streamed=can_run_gluon(device),
         )
 
     def project_heads(
@@ -150,8 +147,3 @@ class TritonOps:
         if linear.dtype != torch.bfloat16:
             return None
         return self._table.find(kind, linear.shape[0], linear.shape[1], num_tokens, streamed=self._streamed)
-
-
-def _can_stream(device: torch.device) -> bool:
-    """Whether ``streamed_products`` can be compiled and run, which is imported only where it is used."""
-    return torch.cuda.get_device_capability(device) == (9, 0) and triton.__version__.startswith(_GLUON_TRITON)

@@ -5,6 +5,7 @@ one small tile; *prefill* entries have more and are cut into large tiles. A mixe
 each class. A launch has a fixed number of item slots for each KV head, chosen from counts that the host knows, and the
 work list made on the device spreads the keys over them (see ``work_list``). So nothing waits for the device, and a
 captured decode step is right whatever lengths it is replayed with: its launches depend on the number of entries only.
+Prefills with tiles enough for the whole device have a kernel of their own on Hopper (``prefill_attention``).
 
 A plan owns the device memory of one step and is used on the compute stream only. The backend itself is immutable.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from gapless.kernels.attend_tiles import attend_kernel
 from gapless.kernels.dependent_launch import dependent_launch_options, has_dependent_launch
+from gapless.kernels.gluon_support import can_run_gluon
 from gapless.kernels.launch import launch_kernel
 from gapless.kernels.work_list import ITEM_FIELDS, TileClass, WorkList, build_work_list
 from gapless.layers.forward_inputs import ForwardInputs
@@ -52,6 +54,10 @@ class TileShape:
     keys: int
     num_warps: int
     num_stages: int
+
+
+# The one tile of ``prefill_attention``, whose number of warps and stages is its own.
+_WHOLE_TILE = TileShape(rows=128, keys=128, num_warps=4, num_stages=2)
 
 
 def default_decode_tile(head_dim: int, dtype: torch.dtype, *, shared_memory_bytes: int = 0) -> TileShape:
@@ -95,13 +101,17 @@ def _float32_tile(padded: int) -> TileShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Geometry:
-    """What the layers that share a work list have in common."""
+    """What the layers that share a work list have in common.
+
+    ``whole``: long prefills may be done by ``prefill_attention``.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     window: int | None
+    whole: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +146,7 @@ class TritonAttention:
         shared_memory_bytes: what one program may use; sizes the default decode tile.
         dependent_launch: use programmatic dependent launch (compute capability 9.0 and later). The kernel before may
             then write ``q``, ``keys`` and ``values``, but none of the step's inputs.
+        gluon: long prefills by ``prefill_attention``, see :func:`~gapless.kernels.gluon_support.can_run_gluon`.
     """
 
     def __init__(
@@ -147,7 +158,9 @@ class TritonAttention:
         programs_per_multiprocessor: int = 1,
         shared_memory_bytes: int = 0,
         dependent_launch: bool = False,
+        gluon: bool = False,
     ) -> None:
+        self._gluon = gluon
         self._programs = num_multiprocessors * programs_per_multiprocessor
         self._decode_tile = decode_tile
         self._prefill_tile = prefill_tile
@@ -162,6 +175,7 @@ class TritonAttention:
             num_multiprocessors=properties.multi_processor_count,
             shared_memory_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             dependent_launch=has_dependent_launch(device),
+            gluon=can_run_gluon(device),
         )
 
     def plan(self, inputs: ForwardInputs, block_size: int) -> AttentionPlan:
@@ -207,7 +221,12 @@ class TritonAttention:
         assert out.is_contiguous()
         assert out.shape == (num_tokens, num_heads * head_dim)
         geometry = _Geometry(
-            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=q.dtype, window=window
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=q.dtype,
+            window=window,
+            whole=self._can_attend_whole(q, keys, values, plan.block_size, window),
         )
         launches = plan.launches.get(geometry)
         # A fresh work list is written by the kernel just before, which a dependent launch would not wait for.
@@ -219,6 +238,14 @@ class TritonAttention:
             _enqueue(launch, q, keys, values, out, plan, geometry, scale=scale, dependent=dependent)
         return out
 
+    def _can_attend_whole(self, q: Tensor, keys: Tensor, values: Tensor, block_size: int, window: int | None) -> bool:
+        """Whether prefills with tiles enough may be done by ``prefill_attention``."""
+        if not self._gluon or self._prefill_tile is not None or window is not None:
+            return False
+        from gapless.kernels.prefill_attention import can_attend_whole
+
+        return can_attend_whole(q, keys, values, block_size)
+
     def _make_launches(self, inputs: ForwardInputs, geometry: _Geometry) -> list[_Launch]:
         """Decide the launches of one kind of layer and enqueue the making of their work lists."""
         decode = self._decode_tile or default_decode_tile(
@@ -228,11 +255,12 @@ class TritonAttention:
         group = geometry.num_heads // geometry.num_kv_heads
         # Programs wanted for each KV head.
         wanted = -(-self._programs // geometry.num_kv_heads)
-        rows = _tile_rows(prefill, group)
-        classes = (
-            (decode, TileClass(min_query=1, max_query=1, tile_tokens=1, tile_keys=decode.keys)),
-            (prefill, TileClass(min_query=2, max_query=2**31 - 1, tile_tokens=rows // group, tile_keys=prefill.keys)),
-        )
+        classes = [(decode, TileClass(min_query=1, max_query=1, tile_tokens=1, tile_keys=decode.keys))]
+        whole = _prefill_class(_WHOLE_TILE, group)
+        if geometry.whole and whole.count_tiles(inputs.host_query_lens) >= wanted:
+            classes.append((_WHOLE_TILE, whole))
+        else:
+            classes.append((prefill, _prefill_class(prefill, group)))
         launches: list[_Launch] = []
         for tile, tile_class in classes:
             num_tiles = tile_class.count_tiles(inputs.host_query_lens)
@@ -266,6 +294,12 @@ class TritonAttention:
         return launches
 
 
+def _prefill_class(tile: TileShape, group: int) -> TileClass:
+    return TileClass(
+        min_query=2, max_query=2**31 - 1, tile_tokens=_tile_rows(tile, group) // group, tile_keys=tile.keys
+    )
+
+
 def _enqueue(
     launch: _Launch,
     q: Tensor,
@@ -278,8 +312,15 @@ def _enqueue(
     scale: float,
     dependent: bool,
 ) -> None:
-    """Enqueue one launch of the attention kernel on the current stream."""
+    """Enqueue one launch of an attention kernel on the current stream."""
     tile, tables = launch.tile, plan.inputs.block_tables
+    if tile is _WHOLE_TILE:
+        from gapless.kernels.prefill_attention import attend_tiles_whole
+
+        attend_tiles_whole(
+            q, keys, values, out, tables, launch.work, plan.block_size, qk_scale=scale * _LOG2_E, dependent=dependent
+        )
+        return
     group = geometry.num_heads // geometry.num_kv_heads
     padded = _padded(geometry.head_dim)
     combine_rows = triton.next_power_of_2(launch.tile_tokens * group)
