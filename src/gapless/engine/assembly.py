@@ -1,7 +1,7 @@
 """Puts an engine together: :func:`build_engine`, from a model's name and the options to a running loop.
 
-The order: load the model, size the KV cache, make queues, device state and ring, start the loop. Runs in the thread
-that asks for the engine.
+The order: load the model, compile kernels, size the KV cache, make queues, device state and ring, start the loop. Runs
+in the thread that asks for the engine.
 """
 
 import logging
@@ -16,6 +16,7 @@ import torch
 from gapless.config import EngineConfig
 from gapless.engine.admission import MAX_ENDING_TOKENS, AdmissionLimits
 from gapless.engine.block_pool import BlockPool
+from gapless.engine.compile_ahead import KERNEL_WIDTHS, compile_ahead
 from gapless.engine.device_kernels import DeviceKernels, device_kernels
 from gapless.engine.engine import Engine, OutputSink
 from gapless.engine.memory import plan_kv_cache
@@ -46,9 +47,6 @@ from gapless.timeline.step_recorder import NO_TIMELINE
 __all__ = ["BuiltEngine", "build_engine", "check_capability", "make_device_step", "resolve_device"]
 
 _log = logging.getLogger("gapless")
-
-# Steps of up to so many tokens run kernels of their own (gapless.kernels.skinny, which a CPU machine cannot import).
-_KERNEL_WIDTHS = (128, 64, 32, 16)
 
 # Ampere.
 _LEAST_CAPABILITY = (8, 0)
@@ -144,12 +142,12 @@ def build_engine(
     device, config = _on_device(config)
     kernels = device_kernels(device)
     progress = progress or NoProgress()
-    loaded = _load(model, config, kernels, device, progress)
+    queues: Queues = CpuQueues(delays) if device.type == "cpu" else CudaQueues(device)
+    loaded = _load(model, config, kernels, queues, progress)
     kv = _make_cache(config, loaded, progress)
     max_model_len = _max_model_len(config, loaded, kv)
     max_blocks = -(-max_model_len // config.block_size)
     limits = _buffer_limits(config, max_model_len, max_blocks, loaded.spec.vocab_size)
-    queues: Queues = CpuQueues(delays) if device.type == "cpu" else CudaQueues(device)
     runner = ModelRunner(loaded.model, kv)
     step = make_device_step(config, runner, limits, kernels, max_blocks=max_blocks, processor=logits_processor)
     executor = _executor_of(step, config, device)
@@ -182,20 +180,25 @@ def _load(
     model: str | Path,
     config: EngineConfig,
     kernels: DeviceKernels,
-    device: torch.device,
+    queues: Queues,
     progress: Progress,
 ) -> LoadedModel:
-    return load_model(
+    """Load the model; on CUDA, compile what its steps launch, the one that measures memory among them."""
+    loaded = load_model(
         model,
         load_format=config.load_format,
         dtype=config.dtype,
-        device=device,
+        device=queues.device,
         max_model_len=config.max_model_len,
         attention=kernels.attention,
         ops=kernels.ops,
         seed=config.seed,
         progress=progress,
     )
+    if queues.device.type == "cuda":
+        progress.stage("compile kernels")
+        compile_ahead(loaded.model, config, kernels, queues)
+    return loaded
 
 
 def _make_cache(config: EngineConfig, loaded: LoadedModel, progress: Progress) -> KVCache:
@@ -327,7 +330,7 @@ def _timeline_of(config: EngineConfig, loaded: LoadedModel, queues: Queues, devi
 def _warm_up(ring: Ring, max_rows: int, device: torch.device, progress: Progress) -> None:
     """On CUDA, run decode steps with nobody in them, before anybody waits: the largest first, then smaller ones.
 
-    They compile the kernels of decode, of which there is one for each width. The largest one's graph also sizes the
+    They load the kernels of decode, of which there is one for each width. The largest one's graph also sizes the
     graphs' memory pool: a pool that grew bucket by bucket would hold the sum of their needs, since a larger tensor does
     not fit where a smaller one was.
     """
@@ -336,6 +339,6 @@ def _warm_up(ring: Ring, max_rows: int, device: torch.device, progress: Progress
     progress.stage("warm up")
     # Weights and buffers were made on the default stream, which orders nothing for ours.
     torch.cuda.synchronize(device)
-    for size in (max_rows, *(width for width in _KERNEL_WIDTHS if width < max_rows)):
+    for size in (max_rows, *(width for width in KERNEL_WIDTHS if width < max_rows)):
         ring.submit(idle_decode_batch(size, reserved_row=max_rows))
         ring.collect()

@@ -3,6 +3,8 @@
 Immutable; made once by whoever builds an engine.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,10 @@ __all__ = ["DeviceKernels", "device_kernels"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceKernels:
-    """The forms of everything that has one form for CPUs and one for CUDA."""
+    """The forms of everything that has one form for CPUs and one for CUDA.
+
+    ``compile_only``: kernels launched in its block are compiled, side by side, and not run.
+    """
 
     attention: AttentionBackend[Any]
     ops: LayerOps
@@ -28,6 +33,7 @@ class DeviceKernels:
     penalties: PenaltyKernel
     largest: Largest
     edges: StepEdges
+    compile_only: Callable[[], AbstractContextManager[None]]
 
 
 def device_kernels(device: torch.device) -> DeviceKernels:
@@ -40,9 +46,11 @@ def device_kernels(device: torch.device) -> DeviceKernels:
             penalties=apply_penalties,
             largest=largest_logits,
             edges=TorchEdges(),
+            compile_only=nullcontext,
         )
     # Imported where they are used: a CPU machine need not have Triton.
     from gapless.kernels.draw import draw_tokens_triton
+    from gapless.kernels.launch import compile_only
     from gapless.kernels.layer_ops import TritonOps
     from gapless.kernels.paged_attention import TritonAttention
     from gapless.kernels.penalties import apply_penalties_triton
@@ -55,4 +63,5 @@ def device_kernels(device: torch.device) -> DeviceKernels:
         penalties=apply_penalties_triton,
         largest=largest_logits_triton,
         edges=TritonEdges(),
+        compile_only=compile_only,
     )

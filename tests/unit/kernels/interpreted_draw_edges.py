@@ -7,6 +7,7 @@ import gapless.kernels.draw
 import gapless.kernels.step_edges
 from gapless.engine.device_kernels import DeviceKernels, device_kernels
 from gapless.kernels.draw import draw_tokens_triton
+from gapless.kernels.launch import compile_only
 from gapless.kernels.step_edges import TritonEdges, largest_logits_triton
 from gapless.layers.attention import TorchAttention
 from gapless.layers.ops import TorchOps
@@ -21,6 +22,7 @@ OURS = DeviceKernels(
     penalties=apply_penalties,
     largest=largest_logits_triton,
     edges=TritonEdges(),
+    compile_only=compile_only,
 )
 
 

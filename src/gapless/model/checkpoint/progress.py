@@ -11,6 +11,7 @@ LoadStage = Literal[
     "allocate model",
     "read weights",
     "draw random weights",
+    "compile kernels",
     "allocate KV cache",
     "warm up",
     "load tokenizer",
