@@ -12,6 +12,7 @@ Each kernel lets the next one start before it waits itself: what that one reads 
 step's first kernel.
 """
 
+import functools
 import math
 
 import torch
@@ -31,6 +32,10 @@ _GATE_BLOCK = 1024
 _ROTATED_ROWS = 16
 """Heads x tokens that a program of ``rotate_and_write`` does. With one for each head, long steps are bound by the rate
 at which programs start: some 400,000 with 8,192 tokens (475 us, at a tenth of the bandwidth)."""
+
+
+# The least one that is not below. Functions of Triton that kernels may call too take half as long as a launch.
+_power_of_2 = functools.cache(triton.next_power_of_2)
 
 
 @triton.jit
@@ -180,7 +185,7 @@ def add_rms_norm(residual: Residual, weight: Tensor, eps: float, *, dependent: b
     out = torch.empty_like(hidden)
     if num_tokens == 0:
         return out
-    padded = triton.next_power_of_2(size)
+    padded = _power_of_2(size)
     launch_kernel(
         _add_rms_norm_kernel,
         (num_tokens,),
@@ -235,7 +240,7 @@ def rotate_and_write(
     tokens = _ROTATED_ROWS // heads
     launch_kernel(
         _rotate_and_write_kernel,
-        (triton.cdiv(num_tokens, tokens), all_heads // heads),
+        (-(-num_tokens // tokens), all_heads // heads),
         *(qkv, qkv if squares is None else squares, qkv if bias is None else bias),
         *(qkv if qk_norm is None else qk_norm, rotation.cos, rotation.sin),
         *(q, keys, values, slots, num_tokens, eps),
@@ -245,7 +250,7 @@ def rotate_and_write(
         HEADS=heads,
         ROWS=_ROTATED_ROWS,
         ROTATION_STRIDE=rotation.cos.stride(0),
-        PADDED_HALF=triton.next_power_of_2(half),
+        PADDED_HALF=_power_of_2(half),
         NUM_ADDENDS=num_addends,
         NUM_SQUARES=0 if squares is None else len(squares),
         HIDDEN_SIZE=hidden_size,
@@ -263,7 +268,7 @@ def silu_and_mul(gate_up: Tensor, *, dependent: bool = False) -> Tensor:
     assert gate_up.is_contiguous()
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-    grid = (num_tokens, triton.cdiv(size, _GATE_BLOCK))
+    grid = (num_tokens, -(-size // _GATE_BLOCK))
     launch_kernel(
         _silu_and_mul_kernel,
         grid,

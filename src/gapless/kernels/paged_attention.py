@@ -11,6 +11,7 @@ A plan owns the device memory of one step and is used on the compute stream only
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -119,8 +120,7 @@ class _Launch:
     """One launch of the kernel: its items, and the partial results of tiles whose keys are split."""
 
     tile: TileShape
-    tile_tokens: int
-    tile_rows: int
+    constants: dict[str, Any]  # the kernel's, and its launch options; what is left is whether it is launched early
     work: WorkList
     partial_out: Tensor  # [num_slots, num_kv_heads, tile_tokens * group, head_dim], fp32
     partial_lse: Tensor  # the same without head_dim, base 2
@@ -232,7 +232,7 @@ class TritonAttention:
         # A fresh work list is written by the kernel just before, which a dependent launch would not wait for.
         dependent = self._dependent_launch and launches is not None
         if launches is None:
-            launches = self._make_launches(plan.inputs, geometry)
+            launches = self._make_launches(plan.inputs, geometry, plan.block_size)
             plan.launches[geometry] = launches
         for launch in launches:
             _enqueue(launch, q, keys, values, out, plan, geometry, scale=scale, dependent=dependent)
@@ -246,7 +246,7 @@ class TritonAttention:
 
         return can_attend_whole(q, keys, values, block_size)
 
-    def _make_launches(self, inputs: ForwardInputs, geometry: _Geometry) -> list[_Launch]:
+    def _make_launches(self, inputs: ForwardInputs, geometry: _Geometry, block_size: int) -> list[_Launch]:
         """Decide the launches of one kind of layer and enqueue the making of their work lists."""
         decode = self._decode_tile or default_decode_tile(
             geometry.head_dim, geometry.dtype, shared_memory_bytes=self._shared_memory_bytes
@@ -284,8 +284,7 @@ class TritonAttention:
             launches.append(
                 _Launch(
                     tile=tile,
-                    tile_tokens=tile_class.tile_tokens,
-                    tile_rows=_tile_rows(tile, group),
+                    constants=_constants(tile, tile_class, geometry, block_size),
                     work=work,
                     partial_out=torch.empty((*size, geometry.head_dim), dtype=torch.float32, device=device),
                     partial_lse=torch.empty(size, dtype=torch.float32, device=device),
@@ -298,6 +297,30 @@ def _prefill_class(tile: TileShape, group: int) -> TileClass:
     return TileClass(
         min_query=2, max_query=2**31 - 1, tile_tokens=_tile_rows(tile, group) // group, tile_keys=tile.keys
     )
+
+
+def _constants(tile: TileShape, tile_class: TileClass, geometry: _Geometry, block_size: int) -> dict[str, Any]:
+    group, tile_tokens = geometry.num_heads // geometry.num_kv_heads, tile_class.tile_tokens
+    padded = _padded(geometry.head_dim)
+    combine_rows = triton.next_power_of_2(tile_tokens * group)
+    return {
+        "NUM_KV_HEADS": geometry.num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": geometry.head_dim,
+        "PADDED_DIM": padded,
+        "BLOCK_SIZE": block_size,
+        "ITEM_FIELDS": ITEM_FIELDS,
+        "TILE_ROWS": _tile_rows(tile, group),
+        "TILE_TOKENS": tile_tokens,
+        "TILE_KEYS": tile.keys,
+        "COMBINE_ROWS": combine_rows,
+        "COMBINE_ITEMS": min(64, max(1, _COMBINE_ELEMENTS // (combine_rows * padded))),
+        "HAS_WINDOW": geometry.window is not None,
+        # A second loop pays where masks cost tensor-core time, not where memory is the bound.
+        "UNMASKED_PHASE": geometry.window is None and tile_tokens > 1,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
 
 def _enqueue(
@@ -321,9 +344,6 @@ def _enqueue(
             q, keys, values, out, tables, launch.work, plan.block_size, qk_scale=scale * _LOG2_E, dependent=dependent
         )
         return
-    group = geometry.num_heads // geometry.num_kv_heads
-    padded = _padded(geometry.head_dim)
-    combine_rows = triton.next_power_of_2(launch.tile_tokens * group)
     launch_kernel(
         attend_kernel,
         (geometry.num_kv_heads, launch.work.num_slots),
@@ -331,23 +351,8 @@ def _enqueue(
         *(launch.partial_out, launch.partial_lse, launch.work.arrivals),
         *(scale * _LOG2_E, geometry.window or 0, q.stride(0), q.stride(1)),
         *(keys.stride(0), keys.stride(1), tables.stride(0)),
-        NUM_KV_HEADS=geometry.num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=geometry.head_dim,
-        PADDED_DIM=padded,
-        BLOCK_SIZE=plan.block_size,
-        ITEM_FIELDS=ITEM_FIELDS,
-        TILE_ROWS=launch.tile_rows,
-        TILE_TOKENS=launch.tile_tokens,
-        TILE_KEYS=tile.keys,
-        COMBINE_ROWS=combine_rows,
-        COMBINE_ITEMS=min(64, max(1, _COMBINE_ELEMENTS // (combine_rows * padded))),
-        HAS_WINDOW=geometry.window is not None,
-        # A second loop pays where masks cost tensor-core time, not where memory is the bound.
-        UNMASKED_PHASE=geometry.window is None and launch.tile_tokens > 1,
+        **launch.constants,
         DEPENDENT_LAUNCH=dependent,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
         **dependent_launch_options(on=dependent),
     )
 
