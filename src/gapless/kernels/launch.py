@@ -165,6 +165,8 @@ def _is_watched(kernel: Any) -> bool:
 def compile_only() -> Iterator[None]:
     """Within the block this thread's launches are compiled, side by side, and not run; its end waits for them.
 
+    They are ready to be launched then, on the current device.
+
     Operations of torch run as always, on memory that nobody wrote: it is zeroed, so that an index in it is one. With
     another Triton than this module was written for, or an interpreted one, kernels run as well.
 
@@ -174,19 +176,22 @@ def compile_only() -> Iterator[None]:
     if not triton.__version__.startswith(_TRITON) or knobs.runtime.interpret:
         yield
         return
-    with (
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+    active = driver.active
+    num_threads, device = len(os.sched_getaffinity(0)), active.get_current_device()
+    with ThreadPoolExecutor(num_threads, initializer=active.set_current_device, initargs=(device,)) as pool:
         # Errors are raised below: one of its own would leave it active.
-        triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
-        _ZeroedMemory(),
-    ):
-        token = _compiling.set(set())
-        try:
-            yield
-        finally:
-            _compiling.reset(token)
-    for future in mode.raw_futures:
-        future.result()
+        with triton.AsyncCompileMode(pool, ignore_errors=True) as mode, _ZeroedMemory():
+            token = _compiling.set(set())
+            try:
+                yield
+            finally:
+                _compiling.reset(token)
+        compiled = [future.result() for future in mode.raw_futures]
+        # Launchers are compiled too, from C. Not kept here: modules of one name that threads load are mixed up.
+        for _ in pool.map(lambda kernel: active.launcher_cls(kernel.src, kernel.metadata), compiled):
+            pass
+    for kernel in compiled:
+        kernel._init_handles()
 
 
 def _compile(known: _Known, key: Key | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Launches that do not go through Triton say what Triton would say, and are of the variant that it would choose."""
 
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,16 +193,30 @@ def test_hooks_hear_of_every_launch() -> None:
 
 def test_compile_only_compiles_each_variant_once_and_launches_nothing(device: NoDevice, compiled: list[str]) -> None:
     variants = [call(), call(x=tensor(1)), call({"FLAG": True})]
+    device.set_current_device(1)
     with compile_only():
         for each in variants * 3:
             launch_kernel(add_kernel, (1,), *each.args, **each.named)
     assert compiled == ["add_kernel"] * 3
+    assert device.loaded_on == [1] * 3
     assert NotingLauncher.launches == []
     for each in variants * 2:
         launch_kernel(add_kernel, (1,), *each.args, **each.named)
     assert compiled == ["add_kernel"] * 3
     assert len(NotingLauncher.launches) == 6
-    assert device.num_loaded == 3
+    assert device.loaded_on == [1] * 3
+
+
+def test_launchers_that_stay_are_loaded_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by: list[int] = []
+    monkeypatch.setattr(NotingLauncher, "launch", lambda self, *args: made_by.append(self.made_by))
+    variants = [call(), call(x=tensor(1)), call({"FLAG": True})]
+    with compile_only():
+        for each in variants:
+            launch_kernel(add_kernel, (1,), *each.args, **each.named)
+    for each in variants:
+        launch_kernel(add_kernel, (1,), *each.args, **each.named)
+    assert made_by == [threading.get_ident()] * 3
 
 
 def test_compile_only_raises_what_a_kernel_raises_and_ends(compiled: list[str]) -> None:

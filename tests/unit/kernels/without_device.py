@@ -1,5 +1,6 @@
 """A driver for Triton that has no device: kernels are compiled for Hopper, and launches are noted."""
 
+import threading
 from typing import Any, ClassVar
 
 from triton.backends.compiler import GPUTarget
@@ -12,6 +13,7 @@ class NotingLauncher(CudaLauncher):
     launches: ClassVar[list[tuple[Any, ...]]] = []
 
     def __init__(self, src: Any, metadata: Any) -> None:
+        self.made_by = threading.get_ident()
         self.num_ctas = metadata.num_ctas
         self.global_scratch_size = self.profile_scratch_size = 0
         self.global_scratch_align = self.profile_scratch_align = 1
@@ -34,11 +36,17 @@ class NoDevice:
 
     def __init__(self) -> None:
         self.utils = self
-        self.num_loaded = 0
+        self.loaded_on: list[int] = []
+        self._of_thread = threading.local()
 
     def get_current_device(self) -> int:
-        """The one that there is not."""
-        return 0
+        """This thread's; none of them is there."""
+        number: int = getattr(self._of_thread, "number", 0)
+        return number
+
+    def set_current_device(self, number: int) -> None:
+        """For this thread."""
+        self._of_thread.number = number
 
     def get_current_stream(self, device: int) -> int:
         """A number that launches can be told by."""
@@ -54,5 +62,5 @@ class NoDevice:
 
     def load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
         """A module, a function (another one each time), registers, spills, most threads."""
-        self.num_loaded += 1
-        return 1, 1000 + self.num_loaded, 32, 0, 1024
+        self.loaded_on.append(args[-1])
+        return 1, 1000 + len(self.loaded_on), 32, 0, 1024
