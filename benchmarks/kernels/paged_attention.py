@@ -20,12 +20,10 @@ import triton
 from torch import Tensor
 
 from gapless.bench.report import environment
+from gapless.kernels.attention_tiles import TileShape, default_decode_tile, default_prefill_tile
 from gapless.kernels.dependent_launch import has_dependent_launch
 from gapless.kernels.paged_attention import (
-    TileShape,
     TritonAttention,
-    default_decode_tile,
-    default_prefill_tile,
     paged_attention_reference,
 )
 from gapless.layers.forward_inputs import ForwardInputs

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from gapless.kernels.attention_tiles import WHOLE_TILE
 from gapless.kernels.elementwise import rotate_and_write
 from gapless.kernels.gluon_support import can_run_gluon
-from gapless.kernels.paged_attention import _WHOLE_TILE, TritonAttention, paged_attention_reference
+from gapless.kernels.paged_attention import TritonAttention, paged_attention_reference
 from gapless.kernels.work_list import TileClass, build_work_list, work_list_reference
 from gapless.layers.rope import Rotation
 
@@ -138,7 +139,7 @@ def test_prefills_of_whole_tiles(
     with poisoned_memory():
         result = backend.attend(batch.q, batch.keys, batch.values, plan, scale=batch.scale, window=None)
     if can_run_gluon(torch.device("cuda")):
-        assert [launch.tile is _WHOLE_TILE for launch in next(iter(plan.launches.values()))] == [False, True]
+        assert [launch.tile is WHOLE_TILE for launch in next(iter(plan.launches.values()))] == [False, True]
     assert relative_error(result, reference(batch)) < TOLERANCE[dtype]
     for _ in range(5):
         assert backend.attend(batch.q, batch.keys, batch.values, plan, scale=batch.scale, window=None).equal(result)

@@ -6,6 +6,7 @@ counts it knows, so that nothing here waits for the device and everything can be
 
 - ``paged_attention``: :class:`~gapless.kernels.paged_attention.TritonAttention`, the attention backend for CUDA.
 - ``work_list``: which part of which context each program of an attention launch reads, decided on the device.
+- ``attention_tiles``: the sizes of tiles.
 - ``attend_tiles``: the attention kernel itself, for prefill, chunked prefill and decode.
 - ``prefill_attention``: that of long prompts, for Hopper, in Gluon.
 - ``draw``: temperature, filters and the draw of a token, without sorting the vocabulary.

@@ -18,86 +18,25 @@ import triton
 from torch import Tensor
 
 from gapless.kernels.attend_tiles import attend_kernel
+from gapless.kernels.attention_tiles import (
+    WHOLE_TILE,
+    TileShape,
+    default_decode_tile,
+    default_prefill_tile,
+    padded_dim,
+    tile_rows,
+)
 from gapless.kernels.dependent_launch import dependent_launch_options, has_dependent_launch
 from gapless.kernels.gluon_support import can_run_gluon
 from gapless.kernels.launch import launch_kernel
 from gapless.kernels.work_list import ITEM_FIELDS, TileClass, WorkList, build_work_list
 from gapless.layers.forward_inputs import ForwardInputs
 
-__all__ = [
-    "AttentionPlan",
-    "TileShape",
-    "TritonAttention",
-    "default_decode_tile",
-    "default_prefill_tile",
-    "paged_attention_reference",
-]
+__all__ = ["AttentionPlan", "TritonAttention", "paged_attention_reference"]
 
 _LOG2_E = 1.4426950408889634
-# The large decode tile was tried where a program may have 227 KiB, as on Hopper; nobody has on smaller devices.
-_LARGE_SHARED_MEMORY = 160 << 10
 # Elements of one step of the combine: 64 registers a thread at 4 warps.
 _COMBINE_ELEMENTS = 8192
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileShape:
-    """Launch settings of one class of entries.
-
-    Attributes:
-        rows: query rows of a tile (query tokens x query heads of a KV head); raised to one token's heads where needed.
-        keys: keys of a tile.
-        num_warps: warps of a program.
-        num_stages: depth of the software pipeline over key tiles.
-    """
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-# The one tile of ``prefill_attention``, whose number of warps and stages is its own.
-_WHOLE_TILE = TileShape(rows=128, keys=128, num_warps=4, num_stages=2)
-
-
-def default_decode_tile(head_dim: int, dtype: torch.dtype, *, shared_memory_bytes: int = 0) -> TileShape:
-    """Tiles for decode, which reads K and V once and is bound by bandwidth.
-
-    16 rows are the smallest tensor-core tile. 128 keys of 128 bf16 numbers are 64 KiB of K and V; with three stages
-    Triton 3.6 keeps one such tile in 74,240 bytes of shared memory, which is enough for one program to saturate its
-    share of an H200 (32 contexts of 4352: 4.0 TB/s, against 3.1 with three programs of 64 keys beside each other).
-    Devices with less shared memory than was tried get the smaller tiles.
-
-    Args:
-        head_dim: of K and V.
-        dtype: of K and V.
-        shared_memory_bytes: what one program may use.
-    """
-    padded = _padded(head_dim)
-    if dtype == torch.float32:
-        return _float32_tile(padded)
-    if shared_memory_bytes >= _LARGE_SHARED_MEMORY:
-        return TileShape(rows=16, keys=min(128, max(16, 16384 // padded)), num_warps=4, num_stages=3)
-    return TileShape(rows=16, keys=min(128, max(16, 8192 // padded)), num_warps=4, num_stages=5)
-
-
-def default_prefill_tile(head_dim: int, dtype: torch.dtype) -> TileShape:
-    """Tiles for prefill, which is bound by the tensor cores: two warp groups on 128 rows, 64 where registers run out.
-
-    Five stages for the same reason as in decode: with three, K has one buffer and loads wait for the product.
-    """
-    padded = _padded(head_dim)
-    if dtype == torch.float32:
-        return _float32_tile(padded)
-    if padded > 128:
-        return TileShape(rows=64, keys=32, num_warps=8, num_stages=3)
-    return TileShape(rows=128, keys=64, num_warps=8, num_stages=5)
-
-
-def _float32_tile(padded: int) -> TileShape:
-    """Exact fp32 products run outside the tensor cores with operands in registers: larger tiles spill."""
-    return TileShape(rows=16, keys=min(64, max(16, 4096 // padded)), num_warps=8, num_stages=2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,9 +195,9 @@ class TritonAttention:
         # Programs wanted for each KV head.
         wanted = -(-self._programs // geometry.num_kv_heads)
         classes = [(decode, TileClass(min_query=1, max_query=1, tile_tokens=1, tile_keys=decode.keys))]
-        whole = _prefill_class(_WHOLE_TILE, group)
+        whole = _prefill_class(WHOLE_TILE, group)
         if geometry.whole and whole.count_tiles(inputs.host_query_lens) >= wanted:
-            classes.append((_WHOLE_TILE, whole))
+            classes.append((WHOLE_TILE, whole))
         else:
             classes.append((prefill, _prefill_class(prefill, group)))
         launches: list[_Launch] = []
@@ -294,14 +233,12 @@ class TritonAttention:
 
 
 def _prefill_class(tile: TileShape, group: int) -> TileClass:
-    return TileClass(
-        min_query=2, max_query=2**31 - 1, tile_tokens=_tile_rows(tile, group) // group, tile_keys=tile.keys
-    )
+    return TileClass(min_query=2, max_query=2**31 - 1, tile_tokens=tile_rows(tile, group) // group, tile_keys=tile.keys)
 
 
 def _constants(tile: TileShape, tile_class: TileClass, geometry: _Geometry, block_size: int) -> dict[str, Any]:
     group, tile_tokens = geometry.num_heads // geometry.num_kv_heads, tile_class.tile_tokens
-    padded = _padded(geometry.head_dim)
+    padded = padded_dim(geometry.head_dim)
     combine_rows = triton.next_power_of_2(tile_tokens * group)
     return {
         "NUM_KV_HEADS": geometry.num_kv_heads,
@@ -310,7 +247,7 @@ def _constants(tile: TileShape, tile_class: TileClass, geometry: _Geometry, bloc
         "PADDED_DIM": padded,
         "BLOCK_SIZE": block_size,
         "ITEM_FIELDS": ITEM_FIELDS,
-        "TILE_ROWS": _tile_rows(tile, group),
+        "TILE_ROWS": tile_rows(tile, group),
         "TILE_TOKENS": tile_tokens,
         "TILE_KEYS": tile.keys,
         "COMBINE_ROWS": combine_rows,
@@ -337,7 +274,7 @@ def _enqueue(
 ) -> None:
     """Enqueue one launch of an attention kernel on the current stream."""
     tile, tables = launch.tile, plan.inputs.block_tables
-    if tile is _WHOLE_TILE:
+    if tile is WHOLE_TILE:
         from gapless.kernels.prefill_attention import attend_tiles_whole
 
         attend_tiles_whole(
@@ -355,18 +292,6 @@ def _enqueue(
         DEPENDENT_LAUNCH=dependent,
         **dependent_launch_options(on=dependent),
     )
-
-
-def _padded(head_dim: int) -> int:
-    """The power of two that a head's elements are padded to inside the kernel."""
-    padded: int = max(16, triton.next_power_of_2(head_dim))
-    return padded
-
-
-def _tile_rows(tile: TileShape, group: int) -> int:
-    """Rows of a tile: at least one token with all heads of its group."""
-    rows: int = max(tile.rows, triton.next_power_of_2(group))
-    return rows
 
 
 def paged_attention_reference(

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gapless.kernels.paged_attention import TileShape, TritonAttention, paged_attention_reference
+from gapless.kernels.attention_tiles import TileShape
+from gapless.kernels.paged_attention import TritonAttention, paged_attention_reference
 from unit.kernels.paged_batches import (
     Entry,
     Layout,

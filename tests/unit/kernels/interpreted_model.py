@@ -8,8 +8,9 @@ import torch
 import gapless.layers.linear
 from fixtures.checkpoints import Arch, f_hist_config
 from fixtures.decode_precision import check_decodes
+from gapless.kernels.attention_tiles import TileShape
 from gapless.kernels.layer_ops import TritonOps
-from gapless.kernels.paged_attention import TileShape, TritonAttention
+from gapless.kernels.paged_attention import TritonAttention
 from gapless.kernels.skinny import SkinnyTile
 from gapless.kernels.tuned_table import ProductKey, ProductKind, TunedTable
 from gapless.layers.linear import Linear
