@@ -20,8 +20,8 @@ import torch
 
 from gapless.bench.report import environment
 from gapless.config import EngineConfig
-from gapless.engine.assembly import make_device_step
 from gapless.engine.device_kernels import device_kernels
+from gapless.engine.step_assembly import make_device_step
 from gapless.model.kv_cache import KVCache
 from gapless.model.loading import load_model
 from gapless.model.runner import ModelRunner

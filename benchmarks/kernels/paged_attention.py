@@ -22,10 +22,7 @@ from torch import Tensor
 from gapless.bench.report import environment
 from gapless.kernels.attention_tiles import TileShape, default_decode_tile, default_prefill_tile
 from gapless.kernels.dependent_launch import has_dependent_launch
-from gapless.kernels.paged_attention import (
-    TritonAttention,
-    paged_attention_reference,
-)
+from gapless.kernels.paged_attention import TritonAttention, paged_attention_reference
 from gapless.layers.forward_inputs import ForwardInputs
 from gapless.timeline.roofline import measure_read_bandwidth
 

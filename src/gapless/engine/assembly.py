@@ -22,6 +22,7 @@ from gapless.engine.engine import Engine, OutputSink
 from gapless.engine.memory import plan_kv_cache
 from gapless.engine.prefix_cache import PrefixCache
 from gapless.engine.scheduler import Scheduler, SchedulerLimits
+from gapless.engine.step_assembly import make_device_step
 from gapless.errors import ConfigError
 from gapless.model.kv_cache import KVCache
 from gapless.model.loading import LoadedModel, NoProgress, Progress, load_model
@@ -38,13 +39,11 @@ from gapless.pipeline.streams.cuda import CudaQueues
 from gapless.pipeline.streams.protocol import Queues
 from gapless.pipeline.wide_rows import WideLimits
 from gapless.sampling.logits_hook import LogitsProcessor
-from gapless.sampling.sampler import Sampler
-from gapless.sampling.wide_state import WideState
 from gapless.timeline.recorder import TimelineRecorder
 from gapless.timeline.spans import DeviceLimits
 from gapless.timeline.step_recorder import NO_TIMELINE
 
-__all__ = ["BuiltEngine", "build_engine", "check_capability", "make_device_step", "resolve_device"]
+__all__ = ["BuiltEngine", "build_engine", "check_capability", "resolve_device"]
 
 _log = logging.getLogger("gapless")
 
@@ -272,38 +271,6 @@ def _make_scheduler(config: EngineConfig, num_blocks: int, device: torch.device,
         logprobs=buffers.logprobs,
     )
     return Scheduler(limits, BlockPool(num_blocks, PrefixCache()))
-
-
-def make_device_step(
-    config: EngineConfig,
-    runner: ModelRunner,
-    limits: BufferLimits,
-    kernels: DeviceKernels,
-    *,
-    max_blocks: int,
-    processor: LogitsProcessor | None,
-) -> DeviceStep:
-    """Device state by row, and the work of a step over ``runner``'s cache."""
-    device, vocab_size = runner.model.device, runner.vocab_size
-    wide = WideState(
-        num_rows=limits.wide.max_rows,
-        vocab_size=vocab_size,
-        device=device,
-        penalty_kernel=kernels.penalties,
-    )
-    sampler = Sampler(max_rows=config.max_rows, device=device, wide=wide, draw=kernels.draw, largest=kernels.largest)
-    if device.type == "cuda":
-        sampler.warm_up(vocab_size)
-    return DeviceStep(
-        model=runner,
-        sampler=sampler,
-        max_rows=config.max_rows,
-        max_blocks_per_row=max_blocks,
-        block_size=config.block_size,
-        device=device,
-        edges=kernels.edges,
-        logits_processor=processor,
-    )
 
 
 def _executor_of(step: DeviceStep, config: EngineConfig, device: torch.device) -> StepExecutor:

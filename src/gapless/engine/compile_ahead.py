@@ -14,15 +14,14 @@ import torch
 
 from gapless.config import EngineConfig
 from gapless.engine.device_kernels import DeviceKernels
+from gapless.engine.step_assembly import make_device_step
 from gapless.model.decoder import DecoderModel
 from gapless.model.kv_cache import KVCache
 from gapless.model.runner import ModelRunner
 from gapless.model.spec import kv_shape
 from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch
-from gapless.pipeline.device_step import DeviceStep
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.protocol import Queues
-from gapless.sampling.sampler import Sampler
 
 __all__ = ["KERNEL_WIDTHS", "compile_ahead"]
 
@@ -47,20 +46,11 @@ def compile_ahead(model: DecoderModel, config: EngineConfig, kernels: DeviceKern
     prompts = {longest, *(min(width, longest) for width in KERNEL_WIDTHS if width > rows or width == KERNEL_WIDTHS[-1])}
     shapes = [*((1,) * min(width, rows) for width in (*KERNEL_WIDTHS, rows)), *((length,) for length in prompts)]
     kv = KVCache(kv_shape(model.spec, model.dtype), num_blocks=0, block_size=config.block_size, device=model.device)
-    sampler = Sampler(max_rows=rows, device=model.device, draw=kernels.draw, largest=kernels.largest)
-    step = DeviceStep(
-        model=ModelRunner(model, kv),
-        sampler=sampler,
-        max_rows=rows,
-        max_blocks_per_row=-(-longest // config.block_size),
-        block_size=config.block_size,
-        device=model.device,
-        edges=kernels.edges,
-    )
     limits = BufferLimits(max_tokens=max(longest, rows), max_rows=rows, max_changes=0, max_masked=0)
     buffers = StepBuffers(queues, limits)
     with torch.inference_mode(), kernels.compile_only():
-        sampler.warm_up(model.spec.vocab_size)
+        blocks = -(-longest // config.block_size)
+        step = make_device_step(config, ModelRunner(model, kv), limits, kernels, max_blocks=blocks, processor=None)
         for query_lens in dict.fromkeys(shapes):
             batch = _idle_batch(query_lens, reserved_row=rows)
             layout = buffers.write(batch)
@@ -71,7 +61,7 @@ def compile_ahead(model: DecoderModel, config: EngineConfig, kernels: DeviceKern
 
 
 def _idle_batch(query_lens: tuple[int, ...], *, reserved_row: int) -> ScheduledBatch:
-    """A step in which nobody takes part; its entries are on the reserved row, whose blocks are block 0."""
+    """A step in which nobody takes part: entries are on the reserved row, whose blocks are block 0; one token is drawn."""
     builder = BatchBuilder(step=-1)
     for num_tokens in query_lens:
         entry = BatchEntry(
@@ -86,4 +76,5 @@ def _idle_batch(query_lens: tuple[int, ...], *, reserved_row: int) -> ScheduledB
             output_position=0,
         )
         builder.add_chunk(entry, np.zeros(num_tokens, dtype=np.int32))
+    builder.random_samples.append(0)
     return builder.build()

@@ -19,7 +19,7 @@ counts it knows, so that nothing here waits for the device and everything can be
 - ``fused_products``: such products that do the residual add, the next norm or the gate as well.
 - ``streamed_products``: those two for Hopper, in Gluon: weights are on their way before the kernel may start.
 - ``tuned_table``: which products these kernels do, and with which tiles: data, measured on each device (``tuned/``).
-- ``gluon_support``: where kernels in Gluon are used.
+- ``gluon_support``: where kernels in Gluon are used; ``tma_boxes``: how TMA reads their matrices.
 - ``launch``: how each of them is launched, at little cost to the host, and compiled ahead.
 - ``dependent_launch``: a kernel is made ready while the one before it still runs.
 

@@ -31,7 +31,7 @@ class TileShape:
     num_stages: int
 
 
-# The one tile of ``prefill_attention``, whose number of warps and stages is its own.
+# The one tile of ``prefill_attention``; its warps are those of each of two groups.
 WHOLE_TILE = TileShape(rows=128, keys=128, num_warps=4, num_stages=2)
 
 

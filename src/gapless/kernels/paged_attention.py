@@ -41,17 +41,13 @@ _COMBINE_ELEMENTS = 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Geometry:
-    """What the layers that share a work list have in common.
-
-    ``whole``: long prefills may be done by ``prefill_attention``.
-    """
+    """What the layers that share a work list have in common."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     window: int | None
-    whole: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,18 +156,14 @@ class TritonAttention:
         assert out.is_contiguous()
         assert out.shape == (num_tokens, num_heads * head_dim)
         geometry = _Geometry(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=q.dtype,
-            window=window,
-            whole=self._can_attend_whole(q, keys, values, plan.block_size, window),
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=q.dtype, window=window
         )
         launches = plan.launches.get(geometry)
         # A fresh work list is written by the kernel just before, which a dependent launch would not wait for.
         dependent = self._dependent_launch and launches is not None
         if launches is None:
-            launches = self._make_launches(plan.inputs, geometry, plan.block_size)
+            whole = self._can_attend_whole(q, keys, values, plan.block_size, window)
+            launches = self._make_launches(plan, geometry, whole=whole)
             plan.launches[geometry] = launches
         for launch in launches:
             _enqueue(launch, q, keys, values, out, plan, geometry, scale=scale, dependent=dependent)
@@ -185,8 +177,12 @@ class TritonAttention:
 
         return can_attend_whole(q, keys, values, block_size)
 
-    def _make_launches(self, inputs: ForwardInputs, geometry: _Geometry, block_size: int) -> list[_Launch]:
-        """Decide the launches of one kind of layer and enqueue the making of their work lists."""
+    def _make_launches(self, plan: AttentionPlan, geometry: _Geometry, *, whole: bool) -> list[_Launch]:
+        """Decide the launches of one kind of layer and enqueue the making of their work lists.
+
+        ``whole``: long prefills may be done by ``prefill_attention``.
+        """
+        inputs = plan.inputs
         decode = self._decode_tile or default_decode_tile(
             geometry.head_dim, geometry.dtype, shared_memory_bytes=self._shared_memory_bytes
         )
@@ -195,9 +191,9 @@ class TritonAttention:
         # Programs wanted for each KV head.
         wanted = -(-self._programs // geometry.num_kv_heads)
         classes = [(decode, TileClass(min_query=1, max_query=1, tile_tokens=1, tile_keys=decode.keys))]
-        whole = _prefill_class(WHOLE_TILE, group)
-        if geometry.whole and whole.count_tiles(inputs.host_query_lens) >= wanted:
-            classes.append((WHOLE_TILE, whole))
+        whole_class = _prefill_class(WHOLE_TILE, group)
+        if whole and whole_class.count_tiles(inputs.host_query_lens) >= wanted:
+            classes.append((WHOLE_TILE, whole_class))
         else:
             classes.append((prefill, _prefill_class(prefill, group)))
         launches: list[_Launch] = []
@@ -223,7 +219,7 @@ class TritonAttention:
             launches.append(
                 _Launch(
                     tile=tile,
-                    constants=_constants(tile, tile_class, geometry, block_size),
+                    constants=_constants(tile, tile_class, geometry, plan.block_size),
                     work=work,
                     partial_out=torch.empty((*size, geometry.head_dim), dtype=torch.float32, device=device),
                     partial_lse=torch.empty(size, dtype=torch.float32, device=device),

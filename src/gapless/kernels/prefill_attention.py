@@ -13,8 +13,6 @@ does all other work, and is what this one is compared with besides plain torch. 
 inputs give equal bits. No state; runs on the compute stream. Needs compute capability 9.0.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -29,19 +27,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gapless.kernels.attention_tiles import WHOLE_TILE
 from gapless.kernels.dependent_launch import dependent_launch_options
 from gapless.kernels.launch import launch_kernel
+from gapless.kernels.tma_boxes import boxes_of
 from gapless.kernels.work_list import ITEM_FIELDS, WorkList
 
 __all__ = ["attend_tiles_whole", "can_attend_whole"]
 
-_ROWS = gl.constexpr(128)  # of a tile: query tokens x query heads of a KV head
-_KEYS = gl.constexpr(128)  # of a tile
+_ROWS = gl.constexpr(WHOLE_TILE.rows)  # of a tile: query tokens x query heads of a KV head
+_KEYS = gl.constexpr(WHOLE_TILE.keys)  # of a tile
 _GROUP_ROWS = gl.constexpr(_ROWS.value // 2)  # of a warp group, which one tensor-core instruction takes
 _SLOTS = gl.constexpr(16)  # of a box of TMA
 _COLUMNS = gl.constexpr(64)  # of a box: 128 bytes are the widest that its swizzle allows
-_STAGES = gl.constexpr(2)
-_NUM_WARPS = 4
+_STAGES = gl.constexpr(WHOLE_TILE.num_stages)
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -290,6 +289,8 @@ def attend_tiles_whole(
         qk_scale: factor on the scores, whose softmax is to the base 2.
         dependent: launched early.
     """
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
     num_slots, num_kv_heads, head_dim = keys.shape
     num_heads = q.shape[1]
     launch_kernel(
@@ -312,20 +313,11 @@ def attend_tiles_whole(
         BLOCK_SIZE=block_size,
         ITEM_FIELDS=ITEM_FIELDS,
         DEPENDENT_LAUNCH=dependent,
-        num_warps=_NUM_WARPS,
+        num_warps=WHOLE_TILE.num_warps,
         **dependent_launch_options(on=dependent),
     )
 
 
 def _boxes(cache: Tensor) -> TensorDescriptor:
     """How TMA reads one layer's keys or values: slots by the columns of all heads."""
-    slots = cache.flatten(1)
-    box = [_SLOTS.value, _COLUMNS.value]
-    return TensorDescriptor(slots, list(slots.shape), list(slots.stride()), box, _layout(cache.dtype))
-
-
-@functools.cache
-def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a box in shared memory; made once, which takes as long as a launch."""
-    box = [_SLOTS.value, _COLUMNS.value]
-    return gl.NVMMASharedLayout.get_default_for(box, gl.float16 if dtype == torch.float16 else gl.bfloat16)
+    return boxes_of(cache.flatten(1), _SLOTS.value, _COLUMNS.value)

@@ -17,8 +17,6 @@ Sums over a split inner axis are added by the last program to arrive, in a fixed
 state; runs on the compute stream. Needs compute capability 9.0.
 """
 
-import functools
-
 import torch
 import triton
 from torch import Tensor
@@ -32,6 +30,7 @@ from gapless.kernels.dependent_launch import dependent_launch_options
 from gapless.kernels.fused_products import MAX_ARRIVALS, partial_sums
 from gapless.kernels.launch import launch_kernel
 from gapless.kernels.skinny import checked_tokens
+from gapless.kernels.tma_boxes import boxes_of
 from gapless.kernels.tuned_table import StreamedTile
 from gapless.layers.ops import PreparedNorm
 
@@ -318,15 +317,4 @@ def _boxes(weight: Tensor, x: Tensor, tile: StreamedTile) -> tuple[TensorDescrip
     """How TMA reads the weight and the tokens, of which those past the last are zeros; checks that it can."""
     tokens = checked_tokens(x, weight, tile)
     assert x.dtype == weight.dtype == torch.bfloat16
-    return _box(weight, StreamedTile.ROWS), _box(x, tokens)
-
-
-def _box(matrix: Tensor, rows: int) -> TensorDescriptor:
-    box = [rows, StreamedTile.STEP]
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), box, _layout(rows))
-
-
-@functools.cache
-def _layout(rows: int) -> gl.NVMMASharedLayout:
-    """Of a box in shared memory; made once, which takes as long as a launch."""
-    return gl.NVMMASharedLayout.get_default_for([rows, StreamedTile.STEP], gl.bfloat16)
+    return boxes_of(weight, StreamedTile.ROWS, StreamedTile.STEP), boxes_of(x, tokens, StreamedTile.STEP)
