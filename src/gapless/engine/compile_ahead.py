@@ -61,7 +61,7 @@ def compile_ahead(model: DecoderModel, config: EngineConfig, kernels: DeviceKern
 
 
 def _idle_batch(query_lens: tuple[int, ...], *, reserved_row: int) -> ScheduledBatch:
-    """A step in which nobody takes part: entries are on the reserved row, whose blocks are block 0; one token is drawn."""
+    """A step in which nobody takes part: all on the reserved row, whose blocks are block 0, and one token drawn."""
     builder = BatchBuilder(step=-1)
     for num_tokens in query_lens:
         entry = BatchEntry(
