@@ -1,8 +1,8 @@
 #!/bin/sh
 # Everything that benchmarks/results/h200 holds of the 8B shape. From the repository's root:
 # sh benchmarks/measure_gpu.sh FOLDER [HALF], HALF being 1, 2 or nothing for both.
-# First the longest decode and then the start, alone, since they hang on a host that is on time. Then the rest, with two
-# GPUs side by side, else one after the other. Each part has a limit of its own and a log.
+# First the longest decode, the start and mixed steps, alone, since they hang on a host that is on time. Then the rest,
+# with two GPUs side by side, else one after the other. Each part has a limit of its own and a log.
 out=$1
 half=${2:-12}
 mkdir -p "$out/raw"
@@ -22,6 +22,8 @@ alone() { # what hangs on the host being on time: nothing else runs beside it
     part decode_32x8192 260 "$cli bench decode $shape --depth 1 2 --requests 32 --prompt-tokens 256 --new-tokens 8192 \
         --repeats 1 --json $raw/decode_32x8192.json --picture $raw/decode_32x8192.png --timelines $raw"
     part startup 80 "python3 benchmarks/startup.py $shape --cold --repeat 2 --out $raw/startup.json"
+    part mixed_step 50 "python3 benchmarks/kernels/mixed_step.py --json $raw/mixed_step.json"
+    part mixed_traffic 120 "python3 benchmarks/mixed_traffic.py --out $raw/mixed_traffic.json"
 }
 
 ours() {

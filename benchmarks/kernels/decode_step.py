@@ -26,8 +26,9 @@ from gapless.model.kv_cache import KVCache
 from gapless.model.loading import load_model
 from gapless.model.runner import ModelRunner
 from gapless.model.spec import kv_shape
-from gapless.pipeline.batch import ScheduledBatch, idle_decode_batch
+from gapless.pipeline.batch import ScheduledBatch
 from gapless.pipeline.graphs import CudaRecorder, GraphedStep
+from gapless.pipeline.padding import StepBuckets, idle_decode_batch
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.cuda import CudaQueues
 from gapless.timeline.roofline import measure_read_bandwidth
@@ -79,7 +80,7 @@ class Bench:
         order = 1 + torch.randperm(requests * blocks, device=self.device, dtype=torch.int32)
         step.block_tables[:requests] = order.view(requests, blocks)
         buffers = StepBuffers(CudaQueues(self.device), limits)
-        executor = GraphedStep(step, CudaRecorder(), (requests,))
+        executor = GraphedStep(step, CudaRecorder(), StepBuckets(num_rows=requests, decode=(requests,)))
         batch = decode_batch(requests, context)
         layout = buffers.write(batch)
         buffers.device_in.copy_(buffers.host_in)

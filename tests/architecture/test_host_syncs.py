@@ -19,7 +19,7 @@ ALLOWED = {
     ("pipeline/batch.py", "BatchBuilder.build"): "NumPy arrays of the host",
     ("pipeline/device_step.py", "DeviceStep.forward"): "counts and lengths of the batch, NumPy arrays of the host",
     ("pipeline/step_buffers.py", "StepBuffers.__init__"): "views of pinned host memory, made once",
-    ("engine/assembly.py", "_warm_up"): "before serving: weights and cache are ready when the loop starts",
+    ("engine/warm_up.py", "warm_up"): "before serving: weights and cache are ready when the loop starts",
     ("engine/logprobs.py", "token_logprobs_of"): "a collected step's log-probs, copied out by the ring",
     ("engine/results.py", "ResultApplier.apply"): "a collected step's tokens, copied out by the ring",
     ("model/runner.py", "measure_activation_peak"): "before serving, to measure",
@@ -55,7 +55,7 @@ def test_blocking_calls_stand_only_where_a_reason_is_given() -> None:
 
 
 def test_the_loop_waits_in_one_place() -> None:
-    not_the_loop = ("pipeline/streams/", "engine/assembly.py")
+    not_the_loop = ("pipeline/streams/", "engine/warm_up.py")
     places = [
         (file.name, function)
         for file in source_files()

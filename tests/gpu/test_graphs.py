@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from gapless.kernels.paged_attention import TritonAttention
 from gapless.layers.forward_inputs import ForwardInputs
 from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch, TableChange
 from gapless.pipeline.device_step import DeviceStep
-from gapless.pipeline.graphs import CudaRecorder, GraphCounts, GraphedStep, decode_buckets
+from gapless.pipeline.graphs import CudaRecorder, GraphCounts, GraphedStep
+from gapless.pipeline.padding import StepBuckets, decode_buckets
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.cuda import CudaQueues
 from gapless.sampling.sampler import Sampler
@@ -29,6 +31,7 @@ from gapless.sampling_params import SamplingParams
 pytestmark = pytest.mark.gpu
 
 MAX_ROWS = 64
+BUCKETS = StepBuckets(num_rows=40, decode=decode_buckets(40), mixed=(64, 96, 128))
 
 
 def counts(engine: WatchedEngine) -> GraphCounts:
@@ -89,8 +92,46 @@ def test_c15_graphs_equal_eager_at_every_batch_size(depth: int, sampled: bool) -
         # Every decode bucket was met, and after the first time with each set of buffers it was replayed.
         buckets = [entries for tokens, entries in graphed.shapes if tokens == entries]
         assert {*decode_buckets(MAX_ROWS)} == set(buckets)
-        assert counts(graphed).captured <= depth * len(decode_buckets(MAX_ROWS))
-        assert counts(graphed).replayed > len(buckets) / 2
+        found = counts(graphed)
+        assert found.captured - found.captured_mixed <= depth * len(decode_buckets(MAX_ROWS))
+        assert found.replayed > len(buckets) / 2
+
+
+def arrivals(first: int) -> list[EngineRequest]:
+    """A few requests that decode for long, and prompts that join them one by one, with every length from ``first``."""
+    decodes = [
+        EngineRequest(prompt_token_ids=[9, 40 + index], params=SamplingParams(temperature=0.0, max_tokens=90))
+        for index in range(3)
+    ]
+    prompts = [
+        EngineRequest(
+            prompt_token_ids=[(length * 31 + i * i) % 320 for i in range(length)],
+            params=SamplingParams(
+                temperature=0.8 * (length % 3 == 0), seed=length, max_tokens=1 + length % 4, prompt_logprobs=None
+            ),
+        )
+        for length in range(first, first + 30)
+    ]
+    return decodes + prompts
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_graphs_equal_eager_when_prompts_of_any_length_join_decodes(depth: int) -> None:
+    """Only one row is free beside the decodes, so that prompts enter one after another."""
+    options: dict[str, Any] = {"depth": depth, "max_rows": 4, "chunk_size": 100, "enable_prefix_caching": False}
+    with WatchedEngine(cuda_graphs=True, **options) as graphed, WatchedEngine(cuda_graphs=False, **options) as eager:
+        for first in (1, 31, 61, 91, 121):
+            work = arrivals(first)
+            assert graphed.run(work) == eager.run(work), f"prompts from {first} tokens"
+        assert graphed.shapes == eager.shapes
+        padded = [batch for batch in graphed.batches if batch.bounds is not None]
+        sizes = {len(batch.input_ids) for batch in padded}
+        assert sizes >= {16, 32, 64, 128}
+        assert all(len(batch.rows) == 4 for batch in padded)
+        assert len(padded) > 100
+        # The largest was captured at the start, and each size met each set of buffers once before it was replayed.
+        assert len(sizes) <= counts(graphed).captured_mixed <= len(sizes) * depth + 1
+        assert counts(graphed).replayed > 300
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -128,12 +169,14 @@ def test_the_pool_at_depth_2_is_within_5_percent_of_depth_1() -> None:
             largest = executor.recorder.pool_bytes
             for size in (3, 40, 17, 64):
                 engine.run(same_length(size, sampled=False))
-            assert executor.counts.captured >= 4 * depth
+            assert executor.counts.captured_mixed >= 3 * depth
+            assert executor.counts.captured - executor.counts.captured_mixed >= 4 * depth
             sizes[depth] = executor.recorder.pool_bytes
-            # The largest bucket was captured first, and the others fit into what it left but for small remainders.
+            # The largest ones were captured first, and the others fit into what they left but for what is lost between
+            # blocks. The sum of all would be a multiple.
             assert largest > 1 << 20
-            assert sizes[depth] <= 1.25 * largest
-    print(f"graph pool: {sizes[1]} bytes at depth 1, {sizes[2]} at depth 2")
+            assert sizes[depth] <= 2 * largest
+    print(f"graph pool: {largest} bytes at the start, {sizes[1]} at depth 1, {sizes[2]} at depth 2")
     assert sizes[2] <= 1.05 * sizes[1]
 
 
@@ -185,13 +228,18 @@ class DriftingModel:
         self._window = window
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
+        return self.logits(self.hidden_states(inputs).index_select(0, inputs.logits_indices))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden.float()
+
+    def hidden_states(self, inputs: ForwardInputs) -> Tensor:
         x = self._embedding.index_select(0, inputs.input_ids)
         shift = (inputs.positions * 0.01).to(x.dtype)[:, None, None]
         self.keys.index_copy_(0, inputs.slot_mapping, x[:, :2] + shift)
         self.values.index_copy_(0, inputs.slot_mapping, x[:, 2:4])
         plan = self._attention.plan(inputs, 16)
-        out = self._attention.attend(x, self.keys, self.values, plan, scale=0.2, window=self._window)
-        return out.index_select(0, inputs.logits_indices).float()
+        return self._attention.attend(x, self.keys, self.values, plan, scale=0.2, window=self._window)
 
 
 def decode_batch(step: int, size: int, lengths: list[int]) -> ScheduledBatch:
@@ -204,12 +252,28 @@ def decode_batch(step: int, size: int, lengths: list[int]) -> ScheduledBatch:
         columns = range(start // 16 + 1) if step == 0 else [start // 16] if start % 16 == 0 else []
         builder.table_changes += [TableChange(row, column, 1 + row * 40 + column) for column in columns]
         lengths[row] += 1
-    return builder.build(buckets=decode_buckets(40), reserved_row=40)
+    return BUCKETS.pad(builder.build())
+
+
+def mixed_batch(step: int, prompt: int, lengths: list[int]) -> ScheduledBatch:
+    """One more token for each of the first rows, and a prompt of another length in each step for a row of its own."""
+    builder = BatchBuilder(step)
+    for row in range(len(lengths)):
+        start = lengths[row]
+        builder.add_token(BatchEntry(row, 0, row, start, 1, True, True, step > 0, step), 0 if step else row + 1)
+        columns = range(start // 16 + 1) if step == 0 else [start // 16] if start % 16 == 0 else []
+        builder.table_changes += [TableChange(row, column, 1 + row * 40 + column) for column in columns]
+        lengths[row] += 1
+    ids = np.arange(step, step + prompt, dtype=np.int32)
+    builder.table_changes += [TableChange(39, column, 1 + 39 * 40 + column) for column in range(-(-prompt // 16))]
+    builder.add_chunk(BatchEntry(39, 0, 39, 0, prompt, True, step % 2 == 0, False, 0), ids)
+    return BUCKETS.pad(builder.build())
 
 
 @pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
 @pytest.mark.parametrize("size", [1, 7, 33])
-def test_logits_and_tokens_of_a_replay_are_those_of_a_launch(size: int, window: int | None) -> None:
+def test_logits_and_tokens_of_a_replay_are_those_of_a_launch(size: int, kind: str, window: int | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     queues = CudaQueues(device)
     runs = []
@@ -222,26 +286,32 @@ def test_logits_and_tokens_of_a_replay_are_those_of_a_launch(size: int, window: 
             block_size=16,
             device=device,
         )
-        executor = GraphedStep(step, CudaRecorder(), decode_buckets(40)) if graphs else step
-        limits = BufferLimits(max_tokens=40, max_rows=40, max_changes=800, max_masked=40)
+        executor = GraphedStep(step, CudaRecorder(), BUCKETS) if graphs else step
+        limits = BufferLimits(max_tokens=160, max_rows=40, max_changes=800, max_masked=40)
         sets = [StepBuffers(queues, limits), StepBuffers(queues, limits)]
         stream = torch.cuda.Stream()
         lengths = [(row * 37) % 300 // 16 * 16 for row in range(size)]
         kept = []
         torch.cuda.synchronize()
         for index in range(40):
-            batch, buffers = decode_batch(index, size, lengths), sets[index % 2]
+            buffers = sets[index % 2]
+            if kind == "decode":
+                batch = decode_batch(index, size, lengths)
+            else:
+                num_tokens = BUCKETS.mixed[index // 2 % 3] - index % 7
+                batch = mixed_batch(index, num_tokens - size, lengths)
             layout = buffers.write(batch)
             with torch.inference_mode(), torch.cuda.stream(stream), no_host_sync():
                 buffers.device_in.copy_(buffers.host_in, non_blocking=True)
                 logits = executor.forward(batch, layout, buffers)
-                kept.append(logits[:size].clone())
+                kept.append(logits.clone() if kind == "mixed" else logits[:size].clone())
                 executor.sample(logits, batch, layout, buffers)
-                kept.append(buffers.output_view(len(batch.rows))[:size].clone())
+                kept.append(buffers.output_view(len(batch.sample_rows))[:size].clone())
             stream.synchronize()  # the host input is written again
         if graphs:
             assert isinstance(executor, GraphedStep)
-            assert executor.counts == GraphCounts(captured=2, replayed=38)
+            captured, mixed = (2, 0) if kind == "decode" else (6, 6)
+            assert executor.counts == GraphCounts(captured=captured, captured_mixed=mixed, replayed=40 - captured)
         runs.append(kept)
     assert all(launched.equal(replayed) for launched, replayed in zip(*runs, strict=True))
     assert len({int(tokens[0]) for tokens in runs[0][1::2]}) > 1

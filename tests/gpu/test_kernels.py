@@ -267,15 +267,13 @@ def test_work_lists_equal_the_reference() -> None:
     for seed in range(8):
         batch = cuda_batch(random_entries("mixed", seed, most=5000), LLAMA, seed=seed, padding=seed % 3)
         for tile_class in (
-            TileClass(min_query=1, max_query=1, tile_tokens=1, tile_keys=64),
-            TileClass(min_query=2, max_query=2**31 - 1, tile_tokens=32, tile_keys=64),
+            TileClass(min_query=1, max_query=1, tile_tokens=1, tile_keys=64, spare_items=33, least_items=0),
+            TileClass(min_query=2, max_query=2**31 - 1, tile_tokens=32, tile_keys=64, spare_items=0, least_items=33),
         ):
             num_tiles = tile_class.count_tiles(batch.inputs.host_query_lens)
             if num_tiles:
-                work = build_work_list(
-                    batch.inputs, tile_class, num_tiles=num_tiles, num_slots=num_tiles + 33, num_kv_heads=8, window=None
-                )
-                expected = work_list_reference(batch.inputs, tile_class, num_slots=num_tiles + 33, window=None)
+                work = build_work_list(batch.inputs, tile_class, most_tiles=num_tiles, num_kv_heads=8, window=None)
+                expected = work_list_reference(batch.inputs, tile_class, window=None)
                 assert work.items[1 : 1 + work.items[0, 0].item()].tolist() == expected
                 assert not work.arrivals.any()
 

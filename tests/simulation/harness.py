@@ -147,14 +147,16 @@ class Rig:
         )
         self.queues.watch([self.device_step.block_tables, self.device_step.last_tokens])
         self.executor: StepExecutor = self.device_step
-        if limits.buckets:
-            self.executor = GraphedStep(self.device_step, ClosureRecorder(), limits.buckets)
-        widest = max((limits.max_rows, *limits.buckets))
+        widest = most_tokens = limits.max_rows
+        if (buckets := limits.buckets) is not None:
+            self.executor = GraphedStep(self.device_step, ClosureRecorder(), buckets)
+            widest = max(widest, *buckets.decode, 0)
+            most_tokens = max(widest, *buckets.mixed, 0)
         self.ring = AuditedRing(
             queues=self.queues,
             depth=setting.depth,
             limits=BufferLimits(
-                max_tokens=max(limits.token_budget, widest),
+                max_tokens=max(limits.token_budget, most_tokens),
                 max_rows=widest,
                 max_changes=limits.max_changes,
                 max_masked=8 * widest,

@@ -14,6 +14,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -81,24 +82,41 @@ class HashModel:
             self.first[slot] = embed(token, position, self._poison)
         starts = inputs.query_starts.tolist()
         lengths = inputs.seq_lens.tolist()
-        # A recorded step is told no lengths: what is recorded has to be right for all of them.
+        # A recorded step is told no lengths, and one with bounds no entry's tokens: what is recorded has to be right
+        # for all of them.
         told_lengths = inputs.host_seq_lens or lengths
+        told_tokens = inputs.host_query_lens or [end - start for start, end in pairwise(starts)]
+        self._check_bounds(inputs, starts)
         tables = [inputs.block_tables[row].tolist() for row in inputs.rows.tolist()]
         states: list[int] = []
         for entry, table in enumerate(tables):
             num_new = starts[entry + 1] - starts[entry]
-            told = inputs.host_query_lens[entry], told_lengths[entry]
+            told = told_tokens[entry], told_lengths[entry]
             assert (num_new, lengths[entry]) == told, f"device inputs {num_new, lengths[entry]} are not those of {told}"
             context = self._gather(self.first, table, lengths[entry])
             states += [attend(context[:end]) for end in range(lengths[entry] - num_new + 1, lengths[entry] + 1)]
-        for slot, state in zip(slots, states, strict=True):
+        num_owned = len(states)  # padding may be of no entry, and is written nevertheless
+        for slot, state in zip(slots, states + [0] * (len(slots) - num_owned), strict=True):
             self.second[slot] = state
         picked: list[int] = []
         for index in indices:
+            if index >= num_owned:
+                picked.append(0)
+                continue
             entry = bisect_right(starts, index) - 1
             end = lengths[entry] - (starts[entry + 1] - 1 - index)
             picked.append(logits_row(attend(self._gather(self.second, tables[entry], end))))
         return torch.tensor(picked, dtype=torch.int64)
+
+    def _check_bounds(self, inputs: ForwardInputs, starts: list[int]) -> None:
+        bounds = inputs.bounds
+        if bounds is None:
+            assert starts[-1] == len(inputs.positions), "only a step with bounds has tokens of no entry"
+            return
+        assert inputs.host_query_lens == inputs.host_seq_lens == (), "a step with bounds is told lengths"
+        counts = [end - start for start, end in pairwise(starts)]
+        assert sum(count == 1 for count in counts) <= bounds.decodes
+        assert sum(count > 1 for count in counts) <= bounds.prefills
 
     def _gather(self, layer: list[int], table: list[int], length: int) -> list[int]:
         size = self._block_size

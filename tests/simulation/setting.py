@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from gapless.engine.admission import AdmissionLimits
 from gapless.engine.request import EngineRequest, choice_seed
 from gapless.engine.scheduler import SchedulerLimits
+from gapless.pipeline.padding import StepBuckets
 from gapless.sampling_params import SamplingParams
 from simulation.hash_model import VOCAB_SIZE
 from simulation.judge import JudgeMaker, judged
 from simulation.solo import AmbiguousDrawError, SoloOutput, solo
 
-__all__ = ["PlannedRequest", "Setting", "greedy", "make_setting"]
+__all__ = ["PlannedRequest", "Setting", "greedy", "make_setting", "step_buckets"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +89,7 @@ def make_setting(
     chunk_size: int = 16,
     prefix_caching: bool = True,
     buckets: tuple[int, ...] = (),
+    mixed_buckets: tuple[int, ...] = (),
     max_model_len: int | None = None,
     max_waiting: int = 1000,
     poison: int | None = None,
@@ -105,7 +107,7 @@ def make_setting(
             block_size=block_size,
             max_changes=max_rows * num_blocks,
             prefix_caching=prefix_caching,
-            buckets=buckets,
+            buckets=step_buckets(max_rows, buckets, mixed_buckets),
         ),
         admission=AdmissionLimits(
             vocab_size=VOCAB_SIZE,
@@ -114,6 +116,11 @@ def make_setting(
             max_waiting=max_waiting,
         ),
     )
+
+
+def step_buckets(max_rows: int, decode: tuple[int, ...], mixed: tuple[int, ...]) -> StepBuckets | None:
+    """Sizes to pad to, or none."""
+    return StepBuckets(num_rows=max_rows, decode=decode, mixed=mixed) if decode or mixed else None
 
 
 def greedy(

@@ -19,7 +19,7 @@ from gapless.pipeline.wide_rows import WideLimits
 from gapless.sampling_params import SamplingParams
 from simulation.hash_model import VOCAB_SIZE
 from simulation.judge import JudgeMaker
-from simulation.setting import PlannedRequest, Setting, greedy
+from simulation.setting import PlannedRequest, Setting, greedy, step_buckets
 from simulation.solo import AmbiguousDrawError, solo
 
 __all__ = ["AbortMoment", "PlannedAbort", "Workload", "draw_workload"]
@@ -61,7 +61,9 @@ class _Drawing:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._random = random.Random(f"workload-{seed}")
-        self._choices = random.Random(f"choices-{seed}")  # of their own: the other draws do not depend on these
+        # Draws of their own, on which the others do not depend.
+        self._choices = random.Random(f"choices-{seed}")
+        self._mixed = random.Random(f"mixed-{seed}")
         choice = self._random.choice
         self._budget = choice([2, 5, 8, 16, 64])
         self._chunk = choice([1, 3, 8, 64, 64])
@@ -102,7 +104,11 @@ class _Drawing:
                 block_size=block_size,
                 max_changes=choice([num_blocks, 4 * num_blocks * max_rows]),
                 prefix_caching=self._random.random() < 0.7,
-                buckets=choice([(), (1, 2, 4, 8), (4,), (2, 6)]),
+                buckets=step_buckets(
+                    max_rows,
+                    choice([(), (1, 2, 4, 8), (4,), (2, 6)]),
+                    self._mixed.choice([(), (4, 8, 16), (6,), (2, 3, 64)]),
+                ),
                 wide=WideLimits(
                     max_rows=self._random.randint(1, max_rows),
                     max_history=choice([capacity, 4 * capacity]),

@@ -24,8 +24,8 @@ from gapless.config import EngineConfig
 from gapless.engine.assembly import BuiltEngine, build_engine
 from gapless.engine.results import RequestUpdate
 from gapless.errors import ConfigError, EngineDeadError
-from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch, TableChange, idle_decode_batch
-from gapless.pipeline.graphs import decode_buckets
+from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch, TableChange
+from gapless.pipeline.padding import idle_decode_batch
 from gapless.pipeline.ring import Ring
 from gapless.timeline.roofline import min_read_bytes
 from gapless.timeline.spans import DeviceLimits
@@ -175,7 +175,6 @@ class StepDriver:
         self._built = built
         self._plan = plan
         self._on_cuda = built.loaded.model.device.type == "cuda"
-        self._buckets = decode_buckets(plan.num_rows) if self._on_cuda else ()
         _fill_with_noise(built, max((self._num_blocks(r, c) for r, c in self._fitting()), default=0))
 
     def measure(self, requests: int, context: int, limits: DeviceLimits, read_bytes_per_s: float) -> Cell:
@@ -254,7 +253,8 @@ class StepDriver:
                 output_position=0,
             )
             builder.add_token(entry, 0)
-        return builder.build(buckets=self._buckets, reserved_row=self._plan.num_rows)
+        batch, buckets = builder.build(), self._built.buckets
+        return batch if buckets is None else buckets.pad(batch)
 
 
 def _run(ring: Ring, batch: ScheduledBatch, count: int) -> Sequence[float]:

@@ -20,7 +20,7 @@ import torch
 
 from gapless.bench.figures import RequestFigures, RunFigures
 from gapless.bench.step_figures import least_bytes, step_figures
-from gapless.bench.workloads import Lengths, Workload, synthetic_workload
+from gapless.bench.workloads import Workload
 from gapless.config import EngineConfig
 from gapless.engine.assembly import BuiltEngine, build_engine
 from gapless.engine.engine import EngineCounters
@@ -28,7 +28,6 @@ from gapless.engine.request import EngineRequest
 from gapless.engine.results import RequestUpdate
 from gapless.errors import EngineDeadError, RequestFailedError
 from gapless.pipeline.batch import ScheduledBatch
-from gapless.pipeline.graphs import GraphedStep, decode_buckets
 from gapless.timeline.recorder import TimelineRecorder
 from gapless.timeline.spans import Recording
 
@@ -37,7 +36,6 @@ __all__ = ["MeasuredEngine", "give_memory_back"]
 _POLL_S = 0.1
 _WARM_UP_TOKENS = 32
 _WARM_UP_REQUESTS = 4
-_MOST_WARM_UPS = 8
 
 
 def give_memory_back() -> None:
@@ -155,7 +153,9 @@ class MeasuredEngine:
         self._shapes = _Shapes()
         self._first_step = 0
         config = replace(config, timeline=True)
-        self._built: BuiltEngine | None = build_engine(model, config, self._run, on_submit=self._shapes.note)
+        self._built: BuiltEngine | None = build_engine(
+            model, config, self._run, on_submit=self._shapes.note, capture_ahead=True
+        )
         try:
             self.read_bytes_per_s = self.timeline.measure_read_bandwidth()
         except BaseException:
@@ -181,25 +181,10 @@ class MeasuredEngine:
         return least_bytes(workload, limits, max_rows=self.config.max_rows)
 
     def warm_up(self, workload: Workload) -> None:
-        """Run until kernels are compiled and every graph is captured that the workload can meet."""
+        """Run until the kernels are compiled that the workload can meet; every graph is captured already."""
         on_cuda = self.built.loaded.model.device.type == "cuda"
         # A CPU compiles nothing for the shapes of a workload, so a part of its prompts is enough.
         self._play((workload if on_cuda else workload.first(_WARM_UP_REQUESTS)).shortened(_WARM_UP_TOKENS))
-        if not isinstance(self.built.executor, GraphedStep):
-            return
-        largest = min(len(workload.requests), self.config.max_rows)
-        vocab_size = self.built.loaded.spec.vocab_size
-        for size in decode_buckets(self.config.max_rows):
-            self._capture(
-                synthetic_workload(
-                    requests=min(size, largest),
-                    prompt=Lengths(mean=1),
-                    new=Lengths(mean=2 * self.config.depth + 2),
-                    vocab_size=vocab_size,
-                )
-            )
-            if size >= largest:
-                break
 
     def run(self, workload: Workload, *, repeat: int, progress: Callable[[float], None] | None = None) -> RunFigures:
         """Run a workload and measure it.
@@ -265,16 +250,6 @@ class MeasuredEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _capture(self, workload: Workload) -> None:
-        """Run a workload until it captures nothing more: a bucket meets the sets of buffers in turn."""
-        executor = self.built.executor
-        assert isinstance(executor, GraphedStep)
-        for _ in range(_MOST_WARM_UPS):
-            captured = executor.counts.captured
-            self._play(workload)
-            if executor.counts.captured == captured:
-                return
 
     def _play(self, workload: Workload, progress: Callable[[float], None] | None = None) -> list[int]:
         """Run requests to their ends; returns their ids in order."""

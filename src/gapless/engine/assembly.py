@@ -16,22 +16,25 @@ import torch
 from gapless.config import EngineConfig
 from gapless.engine.admission import MAX_ENDING_TOKENS, AdmissionLimits
 from gapless.engine.block_pool import BlockPool
-from gapless.engine.compile_ahead import KERNEL_WIDTHS, compile_ahead
+from gapless.engine.compile_ahead import compile_ahead
 from gapless.engine.device_kernels import DeviceKernels, device_kernels
 from gapless.engine.engine import Engine, OutputSink
 from gapless.engine.memory import plan_kv_cache
 from gapless.engine.prefix_cache import PrefixCache
 from gapless.engine.scheduler import Scheduler, SchedulerLimits
 from gapless.engine.step_assembly import make_device_step
+from gapless.engine.step_buckets import step_buckets
+from gapless.engine.warm_up import warm_up
 from gapless.errors import ConfigError
 from gapless.model.kv_cache import KVCache
 from gapless.model.loading import LoadedModel, NoProgress, Progress, load_model
 from gapless.model.runner import ModelRunner
 from gapless.model.spec import kv_shape
-from gapless.pipeline.batch import ScheduledBatch, idle_decode_batch
-from gapless.pipeline.device_step import DeviceStep, StepExecutor
-from gapless.pipeline.graphs import CudaRecorder, GraphedStep, decode_buckets
+from gapless.pipeline.batch import ScheduledBatch
+from gapless.pipeline.device_step import StepExecutor
+from gapless.pipeline.graphs import CudaRecorder, GraphedStep
 from gapless.pipeline.logprobs import LogprobLimits
+from gapless.pipeline.padding import StepBuckets
 from gapless.pipeline.ring import Ring
 from gapless.pipeline.step_buffers import BufferLimits
 from gapless.pipeline.streams.cpu import CpuQueues, Delays
@@ -59,6 +62,7 @@ class BuiltEngine:
         max_model_len: the longest context of one request: the least of the model's, the user's and the cache's.
         executor: what runs the steps, kernel by kernel or as graphs.
         ring, kv: the engine's own; others may use them while it has no request, as benchmarks do.
+        buckets: sizes that steps are padded to, if any.
         start_s: seconds that building took.
     """
 
@@ -68,6 +72,7 @@ class BuiltEngine:
     ring: Ring
     kv: KVCache
     max_model_len: int
+    buckets: StepBuckets | None
     start_s: float
 
     @property
@@ -122,6 +127,7 @@ def build_engine(
     delays: Delays | None = None,
     logits_processor: LogitsProcessor | None = None,
     on_submit: Callable[[ScheduledBatch], None] = lambda batch: None,
+    capture_ahead: bool = False,
 ) -> BuiltEngine:
     """Load ``model`` and start an engine on it.
 
@@ -133,6 +139,7 @@ def build_engine(
         logits_processor: a user's change of the logits, on the compute stream.
         delays: stretches the work of CPU streams; for tests and demonstrations.
         on_submit: shown every batch, in the engine's thread; for tests and benchmarks.
+        capture_ahead: capture all graphs before the engine starts, for those who time it.
 
     Raises:
         ConfigError, CheckpointError: before anything runs.
@@ -145,32 +152,28 @@ def build_engine(
     loaded = _load(model, config, kernels, queues, progress)
     kv = _make_cache(config, loaded, progress)
     max_model_len = _max_model_len(config, loaded, kv)
-    max_blocks = -(-max_model_len // config.block_size)
-    limits = _buffer_limits(config, max_model_len, max_blocks, loaded.spec.vocab_size)
-    runner = ModelRunner(loaded.model, kv)
-    step = make_device_step(config, runner, limits, kernels, max_blocks=max_blocks, processor=logits_processor)
-    executor = _executor_of(step, config, device)
-    timeline = _timeline_of(config, loaded, queues, device) if config.timeline else None
-    ring = _make_ring(config, queues, limits, executor, timeline)
+    parts = _make_parts(config, loaded, kv, queues, kernels, max_model_len, logits_processor)
     engine = Engine(
-        scheduler=_make_scheduler(config, kv.num_blocks, device, limits),
-        ring=ring,
+        scheduler=_make_scheduler(config, kv.num_blocks, parts.buckets, parts.limits),
+        ring=parts.ring,
         sink=sink,
         limits=_admission_limits(config, loaded, kv, max_model_len),
         step_timeout_s=config.step_timeout_s,
         on_close=queues.close,
         on_submit=on_submit,
-        timeline=timeline,
+        timeline=parts.timeline,
     )
-    _warm_up(ring, config.max_rows, device, progress)
+    if parts.buckets is not None:
+        warm_up(parts.ring, parts.buckets, progress, capture_for=config.depth if capture_ahead else 0)
     engine.start()
     return BuiltEngine(
         engine=engine,
         loaded=loaded,
-        executor=executor,
-        ring=ring,
+        executor=parts.executor,
+        ring=parts.ring,
         kv=kv,
         max_model_len=max_model_len,
+        buckets=parts.buckets,
         start_s=time.perf_counter() - began_s,
     )
 
@@ -223,16 +226,37 @@ def _max_model_len(config: EngineConfig, loaded: LoadedModel, kv: KVCache) -> in
     return max_model_len
 
 
-def _make_ring(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    """What steps run on, and how large they may be."""
+
+    limits: BufferLimits
+    buckets: StepBuckets | None
+    executor: StepExecutor
+    timeline: TimelineRecorder | None
+    ring: Ring
+
+
+def _make_parts(
     config: EngineConfig,
+    loaded: LoadedModel,
+    kv: KVCache,
     queues: Queues,
-    limits: BufferLimits,
-    executor: StepExecutor,
-    timeline: TimelineRecorder | None,
-) -> Ring:
-    return Ring(
+    kernels: DeviceKernels,
+    max_model_len: int,
+    processor: LogitsProcessor | None,
+) -> _Parts:
+    max_blocks = -(-max_model_len // config.block_size)
+    limits = _buffer_limits(config, max_model_len, max_blocks, loaded.spec.vocab_size)
+    buckets = step_buckets(config, loaded.model)
+    runner = ModelRunner(loaded.model, kv)
+    step = make_device_step(config, runner, limits, kernels, max_blocks=max_blocks, processor=processor)
+    executor = step if buckets is None or not config.cuda_graphs else GraphedStep(step, CudaRecorder(), buckets)
+    timeline = _timeline_of(config, loaded, queues) if config.timeline else None
+    ring = Ring(
         queues=queues, depth=config.depth, limits=limits, device_step=executor, timeline=timeline or NO_TIMELINE
     )
+    return _Parts(limits=limits, buckets=buckets, executor=executor, timeline=timeline, ring=ring)
 
 
 def _admission_limits(config: EngineConfig, loaded: LoadedModel, kv: KVCache, max_model_len: int) -> AdmissionLimits:
@@ -257,7 +281,9 @@ def _buffer_limits(config: EngineConfig, max_model_len: int, max_blocks: int, vo
     )
 
 
-def _make_scheduler(config: EngineConfig, num_blocks: int, device: torch.device, buffers: BufferLimits) -> Scheduler:
+def _make_scheduler(
+    config: EngineConfig, num_blocks: int, buckets: StepBuckets | None, buffers: BufferLimits
+) -> Scheduler:
     limits = SchedulerLimits(
         max_rows=config.max_rows,
         token_budget=config.step_tokens,
@@ -265,21 +291,15 @@ def _make_scheduler(config: EngineConfig, num_blocks: int, device: torch.device,
         block_size=config.block_size,
         max_changes=buffers.max_changes,
         prefix_caching=config.enable_prefix_caching,
-        # Without graphs as well: the same shapes give the same bits, so that graphs can be compared with none.
-        buckets=decode_buckets(config.max_rows) if device.type == "cuda" else (),
+        buckets=buckets,
         wide=buffers.wide,
         logprobs=buffers.logprobs,
     )
     return Scheduler(limits, BlockPool(num_blocks, PrefixCache()))
 
 
-def _executor_of(step: DeviceStep, config: EngineConfig, device: torch.device) -> StepExecutor:
-    if device.type == "cuda" and config.cuda_graphs:
-        return GraphedStep(step, CudaRecorder(), decode_buckets(config.max_rows))
-    return step
-
-
-def _timeline_of(config: EngineConfig, loaded: LoadedModel, queues: Queues, device: torch.device) -> TimelineRecorder:
+def _timeline_of(config: EngineConfig, loaded: LoadedModel, queues: Queues) -> TimelineRecorder:
+    device = queues.device
     spec, shape = loaded.spec, kv_shape(loaded.spec, loaded.dtype)
     windows = [window for window in spec.windows if window is not None]
     assert len(set(windows)) <= 1, "a family has one window"
@@ -292,20 +312,3 @@ def _timeline_of(config: EngineConfig, loaded: LoadedModel, queues: Queues, devi
         window_kv_bytes_per_token=shape.bytes_per_token * len(windows) // spec.num_layers,
     )
     return TimelineRecorder(source=queues, device=device, depth=config.depth, limits=limits)
-
-
-def _warm_up(ring: Ring, max_rows: int, device: torch.device, progress: Progress) -> None:
-    """On CUDA, run decode steps with nobody in them, before anybody waits: the largest first, then smaller ones.
-
-    They load the kernels of decode, of which there is one for each width. The largest one's graph also sizes the
-    graphs' memory pool: a pool that grew bucket by bucket would hold the sum of their needs, since a larger tensor does
-    not fit where a smaller one was.
-    """
-    if device.type != "cuda":
-        return
-    progress.stage("warm up")
-    # Weights and buffers were made on the default stream, which orders nothing for ours.
-    torch.cuda.synchronize(device)
-    for size in (max_rows, *(width for width in KERNEL_WIDTHS if width < max_rows)):
-        ring.submit(idle_decode_batch(size, reserved_row=max_rows))
-        ring.collect()

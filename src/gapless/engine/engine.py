@@ -343,4 +343,5 @@ class _Checked(NamedTuple):
 def _describe(batch: ScheduledBatch) -> str:
     requests = ", ".join(str(entry.request_id) for entry in batch.entries[:8])
     more = "" if len(batch.entries) <= 8 else f" and {len(batch.entries) - 8} more"
-    return f"step {batch.step} with {len(batch.input_ids)} tokens for the requests {requests}{more}"
+    num_tokens = sum(entry.num_tokens for entry in batch.entries)
+    return f"step {batch.step} with {num_tokens} tokens for the requests {requests}{more}"

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from gapless.config import EngineConfig
+from gapless.engine.step_buckets import step_buckets
 from gapless.errors import ConfigError
 from gapless.model.decoder import DecoderModel
 from gapless.model.kv_cache import KVShape
@@ -92,7 +93,13 @@ def _available_bytes(config: EngineConfig, model: DecoderModel) -> tuple[int, st
 
 
 def _graph_bytes(config: EngineConfig, model: DecoderModel) -> int:
-    """What graphs hold besides: a pool as large as the activations of the largest decode step, and its logits."""
-    rows = config.max_rows
-    pool = measure_activation_peak(model, token_budget=rows, max_rows=rows, block_size=config.block_size)
-    return pool + rows * model.spec.vocab_size * torch.float32.itemsize
+    """What graphs hold besides: a pool for the largest step of each kind, its logits and its hidden states."""
+    buckets = step_buckets(config, model)
+    assert buckets is not None, "graphs are of CUDA"
+    rows, most_mixed = buckets.num_rows, max(buckets.mixed, default=0)
+    pool = max(
+        measure_activation_peak(model, token_budget=tokens, max_rows=rows, block_size=config.block_size)
+        for tokens in {rows, most_mixed or rows}
+    )
+    logits = rows * model.spec.vocab_size * torch.float32.itemsize
+    return pool + logits + most_mixed * model.spec.hidden_size * model.dtype.itemsize

@@ -11,6 +11,7 @@ from gapless.engine.request import Request
 from gapless.engine.wide_rows import KnownTokens, WideRows
 from gapless.pipeline.batch import BatchBuilder, BatchEntry, MaskedToken, RowInit, ScheduledBatch, TableChange
 from gapless.pipeline.logprobs import LogprobLimits, PromptSpan
+from gapless.pipeline.padding import StepBuckets
 from gapless.pipeline.wide_rows import WideLimits
 
 __all__ = ["SchedulerLimits", "StepPlan"]
@@ -30,7 +31,7 @@ class SchedulerLimits:
         block_size: tokens in a KV block.
         max_changes: most block-table changes in a step, which its buffers have room for.
         prefix_caching: whether full blocks are kept for later requests.
-        buckets: sizes to which a pure decode step is padded; empty for none.
+        buckets: sizes to which steps are padded; ``None`` for none.
         wide: what there is for penalties, biases and bad words.
         logprobs: how many log-probs a step may give.
     """
@@ -41,7 +42,7 @@ class SchedulerLimits:
     block_size: int
     max_changes: int
     prefix_caching: bool
-    buckets: tuple[int, ...] = ()
+    buckets: StepBuckets | None = None
     wide: WideLimits = field(default_factory=WideLimits)
     logprobs: LogprobLimits = field(default_factory=LogprobLimits)
 
@@ -149,7 +150,8 @@ class StepPlan:
 
     def build(self) -> ScheduledBatch:
         """Make the batch."""
-        return self._builder.build(buckets=self._limits.buckets, reserved_row=self._limits.max_rows)
+        batch, buckets = self._builder.build(), self._limits.buckets
+        return batch if buckets is None else buckets.pad(batch)
 
     def _sample(self, request: Request, position: int) -> None:
         """What the next sample needs, which is this request's token at ``position`` of its output."""

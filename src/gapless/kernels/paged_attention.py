@@ -4,8 +4,9 @@ The idea: a step's entries fall into two classes by their number of new tokens. 
 one small tile; *prefill* entries have more and are cut into large tiles. A mixed step launches the same kernel once for
 each class. A launch has a fixed number of item slots for each KV head, chosen from counts that the host knows, and the
 work list made on the device spreads the keys over them (see ``work_list``). So nothing waits for the device, and a
-captured decode step is right whatever lengths it is replayed with: its launches depend on the number of entries only.
-Prefills with tiles enough for the whole device have a kernel of their own on Hopper (``prefill_attention``).
+captured step is right whatever lengths it is replayed with: its launches depend on the number of entries, or on bounds
+for it, only. Prefills with tiles enough for the whole device have a kernel of their own on Hopper
+(``prefill_attention``); a step with bounds, whose tiles nobody counts, leaves it alone.
 
 A plan owns the device memory of one step and is used on the compute stream only. The backend itself is immutable.
 """
@@ -57,17 +58,25 @@ class _Launch:
     tile: TileShape
     constants: dict[str, Any]  # the kernel's, and its launch options; what is left is whether it is launched early
     work: WorkList
-    partial_out: Tensor  # [num_slots, num_kv_heads, tile_tokens * group, head_dim], fp32
+    partial_out: Tensor  # [split slots, num_kv_heads, tile_tokens * group, head_dim], fp32
     partial_lse: Tensor  # the same without head_dim, base 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
-    """One step's inputs, and the launches made for each kind of layer when the first such layer attends."""
+    """One step's inputs, and what each kind of layer has, made when the first such layer attends.
+
+    Attributes:
+        inputs: the step's.
+        block_size: tokens in a block.
+        launches: of each kind of layer.
+        results: of a step with bounds, where its layers' results go.
+    """
 
     inputs: ForwardInputs
     block_size: int
     launches: dict[_Geometry, list[_Launch]] = field(default_factory=dict)
+    results: dict[_Geometry, Tensor] = field(default_factory=dict)
 
 
 class TritonAttention:
@@ -141,7 +150,8 @@ class TritonAttention:
             out: where the result goes, ``[num_tokens, num_heads * head_dim]``, contiguous; default a new tensor.
 
         Returns:
-            ``[num_tokens, num_heads * head_dim]`` in the dtype of ``q``.
+            ``[num_tokens, num_heads * head_dim]`` in the dtype of ``q``. In a step with bounds the next layer's call
+            overwrites it, and tokens of no entry have zeros.
         """
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = keys.shape[1]
@@ -151,13 +161,13 @@ class TritonAttention:
         assert keys.stride() == values.stride()
         assert q.dtype == keys.dtype == values.dtype
         assert q.stride(2) == keys.stride(2) == 1
-        if out is None:
-            out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-        assert out.is_contiguous()
-        assert out.shape == (num_tokens, num_heads * head_dim)
         geometry = _Geometry(
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=q.dtype, window=window
         )
+        if out is None:
+            out = _new_result(plan, geometry, num_tokens, q.device)
+        assert out.is_contiguous()
+        assert out.shape == (num_tokens, num_heads * head_dim)
         launches = plan.launches.get(geometry)
         # A fresh work list is written by the kernel just before, which a dependent launch would not wait for.
         dependent = self._dependent_launch and launches is not None
@@ -190,31 +200,25 @@ class TritonAttention:
         group = geometry.num_heads // geometry.num_kv_heads
         # Programs wanted for each KV head.
         wanted = -(-self._programs // geometry.num_kv_heads)
-        classes = [(decode, TileClass(min_query=1, max_query=1, tile_tokens=1, tile_keys=decode.keys))]
-        whole_class = _prefill_class(WHOLE_TILE, group)
+        classes = [(decode, _decode_class(decode, wanted))]
+        whole_class = _prefill_class(WHOLE_TILE, group, wanted)
         if whole and whole_class.count_tiles(inputs.host_query_lens) >= wanted:
             classes.append((WHOLE_TILE, whole_class))
         else:
-            classes.append((prefill, _prefill_class(prefill, group)))
+            classes.append((prefill, _prefill_class(prefill, group, wanted)))
         launches: list[_Launch] = []
         for tile, tile_class in classes:
-            num_tiles = tile_class.count_tiles(inputs.host_query_lens)
-            if not num_tiles:
+            most_tiles = _most_tiles(inputs, tile_class)
+            if not most_tiles:
                 continue
-            # Decode has room to split its long contexts whatever the number of entries, and its partial results are
-            # small. Prefill splits only while its tiles alone leave multiprocessors without work.
-            num_slots = num_tiles + wanted if tile is decode else max(num_tiles, wanted)
             work = build_work_list(
                 inputs,
                 tile_class,
-                num_tiles=num_tiles,
-                num_slots=num_slots,
+                most_tiles=most_tiles,
                 num_kv_heads=geometry.num_kv_heads,
                 window=geometry.window,
             )
-            size = (num_slots, geometry.num_kv_heads, tile_class.tile_tokens * group)
-            if num_slots == num_tiles:
-                size = (0, 0, 0)  # every tile is one item, so nothing is stored in between
+            size = (_split_slots(inputs, tile_class, most_tiles), geometry.num_kv_heads, tile_class.tile_tokens * group)
             device = inputs.seq_lens.device
             launches.append(
                 _Launch(
@@ -228,8 +232,50 @@ class TritonAttention:
         return launches
 
 
-def _prefill_class(tile: TileShape, group: int) -> TileClass:
-    return TileClass(min_query=2, max_query=2**31 - 1, tile_tokens=tile_rows(tile, group) // group, tile_keys=tile.keys)
+def _decode_class(tile: TileShape, wanted: int) -> TileClass:
+    """Decode has room to split its long contexts whatever the number of entries; its partial results are small."""
+    return TileClass(min_query=1, max_query=1, tile_tokens=1, tile_keys=tile.keys, spare_items=wanted, least_items=0)
+
+
+def _prefill_class(tile: TileShape, group: int, wanted: int) -> TileClass:
+    """Prefill splits only while its tiles alone leave multiprocessors without work."""
+    return TileClass(
+        min_query=2,
+        max_query=2**31 - 1,
+        tile_tokens=tile_rows(tile, group) // group,
+        tile_keys=tile.keys,
+        spare_items=0,
+        least_items=wanted,
+    )
+
+
+def _most_tiles(inputs: ForwardInputs, tile_class: TileClass) -> int:
+    """How many tiles there are, or may be in a step with bounds; nothing is launched for none."""
+    if inputs.bounds is None:
+        return tile_class.count_tiles(inputs.host_query_lens)
+    if tile_class.max_query == 1:
+        return inputs.bounds.decodes
+    # Whole tiles, and a part of one for each entry.
+    return len(inputs.input_ids) // tile_class.tile_tokens + inputs.bounds.prefills
+
+
+def _split_slots(inputs: ForwardInputs, tile_class: TileClass, most_tiles: int) -> int:
+    """How many slots, from the first, may hold an item of a split tile, whose result is stored in between."""
+    if tile_class.spare_items:
+        return tile_class.most_items(most_tiles)
+    if inputs.bounds is None and most_tiles >= tile_class.least_items:
+        return 0
+    return tile_class.least_items
+
+
+def _new_result(plan: AttentionPlan, geometry: _Geometry, num_tokens: int, device: torch.device) -> Tensor:
+    """Where a layer's result goes: a new tensor, or, where tokens of no entry get none, one that was cleared before."""
+    shape, dtype = (num_tokens, geometry.num_heads * geometry.head_dim), geometry.dtype
+    if plan.inputs.bounds is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if geometry not in plan.results:
+        plan.results[geometry] = torch.zeros(shape, dtype=dtype, device=device)
+    return plan.results[geometry]
 
 
 def _constants(tile: TileShape, tile_class: TileClass, geometry: _Geometry, block_size: int) -> dict[str, Any]:

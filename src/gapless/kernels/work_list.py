@@ -3,11 +3,12 @@
 """Work lists: which part of which context each program of an attention launch reads, decided on the device.
 
 The idea: a *tile* is a few neighbouring query tokens of one entry with all query heads of a KV head. Its keys are
-split into chunks, and each (tile, chunk) is one *work item*. The host fixes the number of item slots from counts alone,
-so a launch never depends on lengths; one small kernel then finds the smallest chunk, in units of key tiles, for which
-all items fit into the slots. A long context is thereby cut into many items and a short one left whole, whatever the
-mixture of lengths, and the items end nearly together. This is the planning step of FlashInfer (arXiv 2501.01005) moved
-from the host to the device, where a CUDA graph can replay it.
+split into chunks, and each (tile, chunk) is one *work item*. The host fixes the number of item slots from counts, or
+bounds on them, alone, so a launch never depends on lengths; one small kernel then counts the tiles, says how many items
+they are to become, and finds the smallest chunk, in units of key tiles, for which these are enough. A long context is
+thereby cut into many items and a short one left whole, whatever the mixture of lengths, and the items end nearly
+together. This is the planning step of FlashInfer (arXiv 2501.01005) moved from the host to the device, where a CUDA
+graph can replay it.
 
 A work list is device state of one step, made and read on the compute stream only. All layers with the same window
 share it. Items depend on lengths only, so equal steps give equal items and equal bits.
@@ -33,17 +34,30 @@ _MIN_BLOCK = 1024  # vectors of the planning kernel: one compiled variant serves
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileClass:
-    """The entries that one launch serves, those of ``min_query`` to ``max_query`` new tokens, and how they are cut."""
+    """The entries that one launch serves, those of ``min_query`` to ``max_query`` new tokens, and how they are cut.
+
+    Attributes:
+        min_query, max_query: in tokens.
+        tile_tokens, tile_keys: of a tile.
+        spare_items: the items may be so many more than the tiles.
+        least_items: the items may be so many in any case.
+    """
 
     min_query: int
     max_query: int
     tile_tokens: int
     tile_keys: int
+    spare_items: int
+    least_items: int
 
     def count_tiles(self, host_query_lens: tuple[int, ...]) -> int:
         """Number of tiles over all entries of this class."""
         size = self.tile_tokens
         return sum(-(-length // size) for length in host_query_lens if self.min_query <= length <= self.max_query)
+
+    def most_items(self, num_tiles: int) -> int:
+        """How many items so many tiles may become."""
+        return max(num_tiles + self.spare_items, self.least_items)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +77,7 @@ class WorkList:
 
 @triton.jit(
     # Counts and the offsets of packed inputs differ between steps; none of them is worth a compilation in mid-flight.
-    do_not_specialize=["num_entries", "num_tiles", "num_slots", "num_arrivals", "window"],
+    do_not_specialize=["num_entries", "most_tiles", "spare_items", "least_items", "num_arrivals", "window"],
     do_not_specialize_on_alignment=["query_starts", "seq_lens", "rows"],
 )
 def _work_list_kernel(
@@ -74,8 +88,9 @@ def _work_list_kernel(
     items,
     arrivals,
     num_entries,
-    num_tiles,
-    num_slots,
+    most_tiles,
+    spare_items,
+    least_items,
     num_arrivals,
     window,
     MIN_QUERY: tl.constexpr,
@@ -103,11 +118,13 @@ def _work_list_kernel(
     first_tile = tl.cumsum(tiles, 0) - tiles
     for j in range(tl.max(tiles, 0)):
         at = first_tile + j
-        inside = (j < tiles) & (at < num_tiles)
+        inside = (j < tiles) & (at < most_tiles)
         tl.store(tile_map + 2 * at, entry, mask=inside)
         tl.store(tile_map + 2 * at + 1, tiles - 1 - j, mask=inside)
     tl.debug_barrier()  # the stores above are read below by other threads of this program
 
+    num_tiles = tl.sum(tiles, 0)
+    num_slots = tl.maximum(num_tiles + spare_items, least_items)
     tile = tl.arange(0, BLOCK_TILES)
     live_tile = tile < num_tiles
     owner = tl.load(tile_map + 2 * tile, mask=live_tile, other=0)
@@ -124,7 +141,7 @@ def _work_list_kernel(
     key_tiles = tl.where(live_tile, (key_end - key_begin + TILE_KEYS - 1) // TILE_KEYS, 0)
 
     # The smallest chunk whose items fit: their number falls as the chunk grows, and one item a tile always fits.
-    low = tl.maximum((tl.sum(key_tiles, 0) + num_slots - 1) // num_slots, 1)
+    low = tl.maximum((tl.sum(key_tiles, 0) + num_slots - 1) // tl.maximum(num_slots, 1), 1)
     high = tl.maximum(tl.max(key_tiles, 0), low)
     while low < high:
         middle = (low + high) // 2
@@ -157,8 +174,7 @@ def build_work_list(
     inputs: ForwardInputs,
     tile_class: TileClass,
     *,
-    num_tiles: int,
-    num_slots: int,
+    most_tiles: int,
     num_kv_heads: int,
     window: int | None,
 ) -> WorkList:
@@ -167,17 +183,15 @@ def build_work_list(
     Args:
         inputs: the step's inputs; ``query_starts``, ``seq_lens`` and ``rows`` are read on the device.
         tile_class: which entries, and how they are cut.
-        num_tiles: ``tile_class.count_tiles(inputs.host_query_lens)``.
-        num_slots: most items, at least ``num_tiles``.
+        most_tiles: how many tiles there are, or a bound on that: it decides memory and the number of slots, not items.
         num_kv_heads: sizes ``arrivals``.
         window: keys that a token sees, itself included; ``None`` is all.
     """
-    assert 0 < num_tiles <= num_slots, f"{num_tiles} tiles do not fit into {num_slots} slots"
-    num_entries = len(inputs.host_query_lens)
+    num_entries, num_slots = len(inputs.rows), tile_class.most_items(most_tiles)
     device = inputs.seq_lens.device
     items = torch.empty((1 + num_slots, ITEM_FIELDS), dtype=torch.int32, device=device)
     arrivals = torch.empty(num_slots * num_kv_heads, dtype=torch.int32, device=device)
-    tile_map = torch.empty((num_tiles, 2), dtype=torch.int32, device=device)
+    tile_map = torch.empty((most_tiles, 2), dtype=torch.int32, device=device)
     launch_kernel(
         _work_list_kernel,
         (1,),
@@ -188,8 +202,9 @@ def build_work_list(
         items,
         arrivals,
         num_entries,
-        num_tiles,
-        num_slots,
+        most_tiles,
+        tile_class.spare_items,
+        tile_class.least_items,
         arrivals.numel(),
         window or 0,
         MIN_QUERY=tile_class.min_query,
@@ -199,15 +214,13 @@ def build_work_list(
         HAS_WINDOW=window is not None,
         FIELDS=ITEM_FIELDS,
         BLOCK_ENTRIES=max(_MIN_BLOCK, triton.next_power_of_2(num_entries)),
-        BLOCK_TILES=max(_MIN_BLOCK, triton.next_power_of_2(num_tiles)),
+        BLOCK_TILES=max(_MIN_BLOCK, triton.next_power_of_2(most_tiles)),
         num_warps=8,
     )
     return WorkList(items=items, arrivals=arrivals, num_slots=num_slots)
 
 
-def work_list_reference(
-    inputs: ForwardInputs, tile_class: TileClass, *, num_slots: int, window: int | None
-) -> list[list[int]]:
+def work_list_reference(inputs: ForwardInputs, tile_class: TileClass, *, window: int | None) -> list[list[int]]:
     """The items that :func:`build_work_list` makes, as plain lists, computed on the host (it waits for the device)."""
     starts, seq_lens, rows = inputs.query_starts.tolist(), inputs.seq_lens.tolist(), inputs.rows.tolist()
     keys, size = tile_class.tile_keys, tile_class.tile_tokens
@@ -221,7 +234,8 @@ def work_list_reference(
             first_key = 0 if window is None else max(position - window + 1, 0) // keys * keys
             tiles.append((token, min(size, end - token), position, row, first_key))
     key_tiles = [-(-(position + count - first) // keys) for _, count, position, _, first in tiles]
-    chunk = next(c for c in range(1, max(key_tiles) + 1) if sum(-(-k // c) for k in key_tiles) <= num_slots)
+    most = tile_class.most_items(len(tiles))
+    chunk = next(c for c in range(1, max(key_tiles, default=0) + 2) if sum(-(-k // c) for k in key_tiles) <= most)
     items: list[list[int]] = []
     for (token, count, position, row, first), length in zip(tiles, key_tiles, strict=True):
         step = -(-length // -(-length // chunk)) * keys

@@ -5,13 +5,13 @@ is immutable from then on, and a result holds copies: the ring, the device and t
 Engine thread only.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gapless.layers.forward_inputs import StepBounds
 from gapless.pipeline.logprobs import HostLogprobs, LogprobBuilder, LogprobWork
 from gapless.pipeline.wide_rows import WideBuilder, WideWork
 
@@ -24,8 +24,6 @@ __all__ = [
     "ScheduledBatch",
     "StepResult",
     "TableChange",
-    "idle_decode_batch",
-    "pad_decode_batch",
 ]
 
 Int32Array: TypeAlias = NDArray[np.int32]
@@ -88,8 +86,8 @@ class MaskedToken(NamedTuple):
 class ScheduledBatch:
     """One step's input. Arrays are int32; the flat token axis has no padding between entries.
 
-    Entries that pad the step to a bucket follow the real ones; they sit on the reserved row and are not in
-    ``entries``.
+    What pads the step to a bucket (``gapless.pipeline.padding``) follows the real tokens and entries; it is on the
+    reserved row and not in ``entries``.
 
     Attributes:
         input_ids, positions, carry, token_rows: ``[num_tokens]``; ``carry`` is the row whose last token is added to
@@ -100,6 +98,7 @@ class ScheduledBatch:
         needs_filter: whether a drawn sample uses top_k, top_p or min_p.
         wide: penalties, biases and bad words; ``None`` where no sample uses any and no such request enters.
         logprobs: which tokens are rated; ``None`` for none.
+        bounds: of a step that was padded as a mixed one: what the model is told in place of the entries' lengths.
     """
 
     step: int
@@ -121,6 +120,12 @@ class ScheduledBatch:
     masked_tokens: tuple[MaskedToken, ...]
     wide: WideWork | None = None
     logprobs: LogprobWork | None = None
+    bounds: StepBounds | None = None
+
+    @property
+    def rates_prompts(self) -> bool:
+        """Whether log-probs of prompt tokens are asked for."""
+        return self.logprobs is not None and bool(self.logprobs.prompt_spans)
 
     @property
     def samples_plainly(self) -> bool:
@@ -182,21 +187,14 @@ class BatchBuilder:
         self.num_samples += entry.samples
         self._id_chunks.append(ids)
 
-    def build(self, *, buckets: Sequence[int] = (), reserved_row: int = 0) -> ScheduledBatch:
-        """Make the batch's arrays.
-
-        Args:
-            buckets: ascending sizes to which a step of single sampling tokens is padded; a step that is larger or of
-                another kind is not padded.
-            reserved_row: the row that padding uses.
-        """
+    def build(self) -> ScheduledBatch:
+        """Make the batch's arrays."""
         entries = tuple(self.entries)
         _, _, rows, starts, query_lens, _, samples, carries, output_positions = map(_column, zip(*entries, strict=True))
         ends = starts + query_lens
         token_ends = np.cumsum(query_lens, dtype=np.int32)
         input_ids = self._input_ids()
-        decode = len(input_ids) == len(entries)
-        if decode:
+        if len(input_ids) == len(entries):
             positions, token_rows = starts, rows
         else:
             first = np.repeat(ends - token_ends, query_lens)
@@ -207,7 +205,7 @@ class BatchBuilder:
         carry[token_ends[carried] - 1] = rows[carried]
         sampling = samples.nonzero()[0]
         all_sample = len(sampling) == len(entries)
-        batch = ScheduledBatch(
+        return ScheduledBatch(
             step=self.step,
             entries=entries,
             input_ids=input_ids,
@@ -228,66 +226,10 @@ class BatchBuilder:
             wide=self.wide.build(),
             logprobs=self.logprobs.build(),
         )
-        if decode and all_sample:
-            size = next((bucket for bucket in buckets if bucket >= len(entries)), len(entries))
-            if size > len(entries):
-                return pad_decode_batch(batch, size, reserved_row)
-        return batch
 
     def _input_ids(self) -> Int32Array:
         singles = np.array(self._ids, dtype=np.int32)
         return np.concatenate([singles, *self._id_chunks]) if self._id_chunks else singles
-
-
-def pad_decode_batch(batch: ScheduledBatch, size: int, reserved_row: int) -> ScheduledBatch:
-    """Pad a step of single sampling tokens with entries that can harm nobody.
-
-    They stand at position 0 of the reserved row, whose block table names the reserved block, carry nothing, and
-    sample into the reserved row. (Padding with slot -1 writes the last block: test_c15.)
-    """
-    extra = size - len(batch.entries)
-
-    def padded(values: Int32Array, fill: int) -> Int32Array:
-        return np.concatenate([values, np.full(extra, fill, dtype=np.int32)])
-
-    return replace(
-        batch,
-        input_ids=padded(batch.input_ids, 0),
-        positions=padded(batch.positions, 0),
-        carry=padded(batch.carry, -1),
-        token_rows=padded(batch.token_rows, reserved_row),
-        query_lens=padded(batch.query_lens, 1),
-        seq_lens=padded(batch.seq_lens, 1),
-        rows=padded(batch.rows, reserved_row),
-        sample_tokens=np.arange(size, dtype=np.int32),
-        sample_rows=padded(batch.sample_rows, reserved_row),
-        output_positions=padded(batch.output_positions, 0),
-    )
-
-
-def idle_decode_batch(size: int, reserved_row: int) -> ScheduledBatch:
-    """A decode step of ``size`` entries in which nobody takes part: nothing but padding, which gives no result."""
-    none = np.zeros(0, dtype=np.int32)
-    empty = ScheduledBatch(
-        step=-1,
-        entries=(),
-        input_ids=none,
-        positions=none,
-        carry=none,
-        token_rows=none,
-        query_lens=none,
-        seq_lens=none,
-        rows=none,
-        sample_tokens=none,
-        sample_rows=none,
-        output_positions=none,
-        random_samples=none,
-        needs_filter=False,
-        table_changes=(),
-        row_inits=(),
-        masked_tokens=(),
-    )
-    return pad_decode_batch(empty, size, reserved_row)
 
 
 def _column(values: tuple[int, ...]) -> Int32Array:

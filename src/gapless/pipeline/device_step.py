@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gapless.errors import ConfigError
-from gapless.layers.forward_inputs import ForwardInputs
+from gapless.layers.forward_inputs import ForwardInputs, StepBounds
 from gapless.pipeline.batch import ScheduledBatch
 from gapless.pipeline.carry_over import apply_carry_over
 from gapless.pipeline.layout import StepLayout
@@ -98,13 +98,14 @@ class DeviceStep:
         """Apply the step's changes to device state and return its logits. Compute stream."""
         buffers.launch = "kernels"
         self.apply_changes(batch, layout, buffers)
+        if batch.bounds is not None:
+            hidden = self.compute_hidden(layout, buffers, bounds=batch.bounds)
+            return self.logits_of(hidden, batch, layout, buffers)
         query_lens, seq_lens = tuple(batch.query_lens.tolist()), tuple(batch.seq_lens.tolist())
-        if batch.logprobs is None or not batch.logprobs.prompt_spans:
+        if not batch.rates_prompts:
             return self.compute_logits(layout, buffers, query_lens=query_lens, seq_lens=seq_lens)
-        inputs = self._inputs(layout, buffers, query_lens, seq_lens)
-        hidden = self._model.hidden_states(inputs)
-        self._rate_prompt_tokens(hidden, batch, layout, buffers)
-        return self._model.logits(hidden.index_select(0, inputs.logits_indices))
+        hidden = self.compute_hidden(layout, buffers, query_lens=query_lens, seq_lens=seq_lens)
+        return self.logits_of(hidden, batch, layout, buffers)
 
     def sample(self, logits: Tensor, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> None:
         """Sample, remember the tokens by row, and write the step's output. Compute stream."""
@@ -166,10 +167,37 @@ class DeviceStep:
             buffers: the step's.
             query_lens, seq_lens: what the host tells the model of the entries' lengths, see ``ForwardInputs``.
         """
-        return self._model.forward(self._inputs(layout, buffers, query_lens, seq_lens))
+        return self._model.forward(self._inputs(layout, buffers, query_lens, seq_lens, None))
+
+    def compute_hidden(
+        self,
+        layout: StepLayout,
+        buffers: StepBuffers,
+        *,
+        query_lens: tuple[int, ...] = (),
+        seq_lens: tuple[int, ...] = (),
+        bounds: StepBounds | None = None,
+    ) -> Tensor:
+        """As :meth:`compute_logits`, up to the head: ``[num_tokens, ...]`` for :meth:`logits_of`. Compute stream.
+
+        With ``bounds`` and no lengths it reads no field behind the entries', so that samples may be of any number.
+        """
+        return self._model.hidden_states(self._inputs(layout, buffers, query_lens, seq_lens, bounds))
+
+    def logits_of(self, hidden: Tensor, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> Tensor:
+        """Rate prompt tokens if the step does; the logits of its samples. Compute stream."""
+        if batch.rates_prompts:
+            self._rate_prompt_tokens(hidden, batch, layout, buffers)
+        indices = layout.device(buffers.device_in, "sample_tokens").to(torch.int64)
+        return self._model.logits(hidden.index_select(0, indices))
 
     def _inputs(
-        self, layout: StepLayout, buffers: StepBuffers, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]
+        self,
+        layout: StepLayout,
+        buffers: StepBuffers,
+        query_lens: tuple[int, ...],
+        seq_lens: tuple[int, ...],
+        bounds: StepBounds | None,
     ) -> ForwardInputs:
         packed = buffers.device_in
 
@@ -196,6 +224,7 @@ class DeviceStep:
             logits_indices=view("sample_tokens").to(torch.int64),
             host_query_lens=query_lens,
             host_seq_lens=seq_lens,
+            bounds=bounds,
         )
 
     def _rate_prompt_tokens(

@@ -1,26 +1,28 @@
-"""Decode steps as graphs: :class:`GraphedStep` replays what :class:`DeviceStep` would launch kernel by kernel.
+"""Steps as graphs: :class:`GraphedStep` replays what :class:`DeviceStep` would launch kernel by kernel.
 
-The idea: launching a decode step's few hundred kernels takes the host longer than the device needs to run them, so
-the overlap alone cannot keep the device busy. A graph replays them with one call. It is bound to addresses, so there is
-one pair of graphs (forward with carry-over; greedy sampling) for each set of step buffers and each *bucket*, a number
-of entries that decode steps are padded to. What a graph reads is either in the fixed part of the packed input, whose
-layout depends on the bucket alone, or device state that never moves, weights included. The tail (table changes, new
-rows) is applied launch by launch before the replay, and a step that draws or masks tokens samples so after it.
+The idea: launching the few hundred kernels of a step of few tokens takes the host longer than the device needs to run
+them, so the overlap alone cannot keep the device busy. A graph replays them with one call. It is bound to addresses and
+shapes, so there are graphs for each set of step buffers and each *bucket*, a size that steps are padded to (see
+``padding``): a pair for a decode step (forward with carry-over; greedy sampling), and one for a mixed step, of all that
+comes before the head. What a graph reads is either in the fixed part of the packed input, whose layout depends on the
+bucket alone, or device state that never moves, weights included. The rest is launched: the tail (table changes, new
+rows) before the replay, and after it whatever a decode step draws or masks, and a mixed step's head and samples, of
+which there may be any number.
 
 What a graph must not depend on: lengths. They are constants of the Python code that is captured, so the model is told
-none (``host_seq_lens`` is empty) and an attention backend that asks for one fails at once, instead of being right at
-one length and wrong at another.
+none, in a decode step of no context and in a mixed step of no entry at all, and an attention backend that asks for one
+fails at once, instead of being right at one length and wrong at another.
 
 All graphs draw their intermediates from one memory pool, since two steps never compute at once; nothing in it outlives
-a replay. Logits go to one static tensor for all, outputs to the step buffers.
+a replay. Logits and hidden states go to one static tensor each for all, outputs to the step buffers.
 
-A pair is captured the first time its bucket and buffers meet. That step is launched as usual first, which compiles and
+Graphs are captured the first time a bucket and buffers meet. That step is launched as usual first, which compiles and
 loads its kernels, and captured right after, while the device works on it: nothing waits. Used on the compute stream
 only, by the thread that runs it.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,21 +30,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gapless.layers.forward_inputs import StepBounds
 from gapless.pipeline.batch import ScheduledBatch
 from gapless.pipeline.device_step import DeviceStep
 from gapless.pipeline.layout import StepLayout, StepSizes, layout_of
+from gapless.pipeline.padding import StepBuckets
 from gapless.pipeline.step_buffers import StepBuffers
 
-__all__ = ["CudaRecorder", "GraphCounts", "GraphedStep", "Recorder", "Recording", "decode_buckets"]
-
-
-def decode_buckets(max_rows: int) -> tuple[int, ...]:
-    """Sizes that decode steps are padded to, ascending, the last one ``max_rows``.
-
-    Steps of 8 up to 64, of 16 up to 256 and of 32 above: 33 requests run as 40, not as 64.
-    """
-    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32))
-    return (*(size for size in sizes if size < max_rows), max_rows)
+__all__ = ["CudaRecorder", "GraphCounts", "GraphedStep", "Recorder", "Recording"]
 
 
 class Recording(Protocol):
@@ -106,15 +101,22 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCounts:
-    """How often graphs were used: ``captured`` pairs, and steps that were ``replayed``."""
+    """How often graphs were used.
+
+    Attributes:
+        captured: buckets that have graphs, counted for each set of buffers.
+        captured_mixed: those of mixed steps among them.
+        replayed: steps.
+    """
 
     captured: int
+    captured_mixed: int
     replayed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StepGraphs:
-    """A bucket's graphs over one set of buffers; forward leaves its result in ``logits: [bucket, vocab_size]``."""
+    """A decode bucket's graphs over one set of buffers; forward leaves ``logits: [bucket, vocab_size]``."""
 
     forward: Recording
     sample: Recording
@@ -122,29 +124,36 @@ class _StepGraphs:
 
 
 class GraphedStep:
-    """A ``StepExecutor`` that replays decode steps and hands all others to a :class:`DeviceStep`.
+    """A ``StepExecutor`` that replays steps of few tokens and hands all others to a :class:`DeviceStep`.
 
     Args:
         step: does the work that is recorded, and the steps that are not.
         recorder: makes the graphs.
-        buckets: numbers of entries that steps are padded to; a decode step of another size is not recorded.
+        buckets: sizes that steps are padded to; a decode step of another size is not recorded, and of mixed steps only
+            those that were padded as such are.
     """
 
-    def __init__(self, step: DeviceStep, recorder: Recorder, buckets: Sequence[int]) -> None:
+    def __init__(self, step: DeviceStep, recorder: Recorder, buckets: StepBuckets) -> None:
         self._step = step
         self.recorder = recorder
-        self._buckets = frozenset(buckets)
+        self._buckets = buckets
+        self._sizes = frozenset(buckets.decode)
         self._graphs: dict[tuple[StepBuffers, int], _StepGraphs] = {}
+        self._mixed: dict[tuple[StepBuffers, int], Recording] = {}
         self._logits: Tensor | None = None
+        self._hidden: Tensor | None = None
         self._replayed = 0
 
     @property
     def counts(self) -> GraphCounts:
         """What was captured and replayed so far."""
-        return GraphCounts(captured=len(self._graphs), replayed=self._replayed)
+        mixed = len(self._mixed)
+        return GraphCounts(captured=len(self._graphs) + mixed, captured_mixed=mixed, replayed=self._replayed)
 
     def forward(self, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> Tensor:
         """See :meth:`StepExecutor.forward`; the logits of a replayed step are overwritten by the next one."""
+        if batch.bounds is not None:
+            return self._forward_mixed(batch, layout, buffers)
         graphs = self._find(batch, buffers)
         if graphs is None:
             return self._step.forward(batch, layout, buffers)
@@ -165,21 +174,42 @@ class GraphedStep:
         if graphs is None and self._can_record(batch):
             self._graphs[buffers, len(batch.rows)] = self._record(len(batch.rows), logits, buffers)
             buffers.launch = "capture"
+        elif batch.bounds is not None and (buffers, len(batch.input_ids)) not in self._mixed:
+            self._mixed[buffers, len(batch.input_ids)] = self._record_mixed(batch, batch.bounds, buffers)
+            buffers.launch = "capture"
+
+    def _forward_mixed(self, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> Tensor:
+        """Hidden states by a graph if there is one; the head and what it rates by ordinary launches."""
+        size = len(batch.input_ids)
+        self._step.apply_changes(batch, layout, buffers)
+        recording = self._mixed.get((buffers, size))
+        if recording is None:
+            buffers.launch = "kernels"
+            hidden = self._step.compute_hidden(layout, buffers, bounds=batch.bounds)
+            if self._hidden is None:
+                self._hidden = hidden.new_empty((max(self._buckets.mixed), *hidden.shape[1:]))
+        else:
+            assert self._hidden is not None
+            recording.replay()
+            hidden = self._hidden[:size]
+            self._replayed += 1
+            buffers.launch = "graph"
+        return self._step.logits_of(hidden, batch, layout, buffers)
 
     def _find(self, batch: ScheduledBatch, buffers: StepBuffers) -> _StepGraphs | None:
         return self._graphs.get((buffers, len(batch.rows))) if self._can_record(batch) else None
 
     def _can_record(self, batch: ScheduledBatch) -> bool:
-        """Whether every entry has one token and samples, their number is a bucket, and no prompt is rated."""
-        if batch.logprobs is not None and batch.logprobs.prompt_spans:
-            return False
+        """Whether it is a decode step: every entry has one token and samples, their number is a bucket."""
         size = len(batch.rows)
-        return len(batch.input_ids) == len(batch.sample_rows) == size and size in self._buckets
+        if batch.bounds is not None or batch.rates_prompts:
+            return False
+        return len(batch.input_ids) == len(batch.sample_rows) == size and size in self._sizes
 
     def _record(self, size: int, like: Tensor, buffers: StepBuffers) -> _StepGraphs:
         """Record the bucket ``size`` over ``buffers``; ``like`` is a step's logits."""
         if self._logits is None:
-            self._logits = torch.empty((max(self._buckets), like.shape[1]), dtype=like.dtype, device=like.device)
+            self._logits = torch.empty((max(self._sizes), like.shape[1]), dtype=like.dtype, device=like.device)
         logits = self._logits[:size]
         # Without a tail: offsets in the fixed part are the same whatever the tail holds.
         layout = layout_of(StepSizes(size, size, size, random=0, changes=0, inits=0, masked=0))
@@ -192,3 +222,15 @@ class GraphedStep:
             self._step.choose_tokens(logits, layout, buffers, needs_filter=False)
 
         return _StepGraphs(forward=self.recorder.record(forward), sample=self.recorder.record(sample), logits=logits)
+
+    def _record_mixed(self, batch: ScheduledBatch, bounds: StepBounds, buffers: StepBuffers) -> Recording:
+        """Record all that comes before the head of a mixed step."""
+        size = len(batch.input_ids)
+        layout = layout_of(StepSizes(size, len(batch.rows), 0, random=0, changes=0, inits=0, masked=0))
+        assert self._hidden is not None, "the step that is recorded was launched before"
+        hidden = self._hidden[:size]
+
+        def forward() -> None:
+            hidden.copy_(self._step.compute_hidden(layout, buffers, bounds=bounds))
+
+        return self.recorder.record(forward)

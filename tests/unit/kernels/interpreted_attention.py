@@ -7,6 +7,7 @@ import torch
 
 from gapless.kernels.attention_tiles import TileShape
 from gapless.kernels.paged_attention import TritonAttention, paged_attention_reference
+from gapless.layers.forward_inputs import StepBounds
 from unit.kernels.paged_batches import (
     Entry,
     Layout,
@@ -14,6 +15,7 @@ from unit.kernels.paged_batches import (
     make_batch,
     random_entries,
     relative_error,
+    with_bounds,
     with_inputs,
 )
 
@@ -94,6 +96,23 @@ def test_padding_entries_change_nothing_for_the_others() -> None:
     assert error(batch) < TOLERANCE
     alone = make_batch(entries, SMALL, seed=7)
     torch.testing.assert_close(attend(batch)[:2], attend(with_q(alone, batch.q[:2])), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_bounds_in_place_of_lengths_change_no_bit(kind: str, window: int | None, seed: int) -> None:
+    batch = make_batch(random_entries(kind, seed, most=120), SMALL, seed=seed)
+    num_tokens = len(batch.q)
+    padded = with_bounds(
+        batch, num_tokens=num_tokens + 5, num_entries=9, bounds=StepBounds(decodes=6 + seed, prefills=6)
+    )
+    plan = SPLITTING.plan(padded.inputs, batch.layout.block_size)
+    expected = attend(batch, window)
+    for _ in range(2):  # two layers
+        result = SPLITTING.attend(padded.q, batch.keys, batch.values, plan, scale=batch.scale, window=window)
+        assert result[:num_tokens].equal(expected)
+        assert not result[num_tokens:].any(), "what no entry owns is neither attended from nor left as it was"
 
 
 def test_layers_share_a_plan_and_equal_steps_give_equal_bits() -> None:

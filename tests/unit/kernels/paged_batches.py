@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gapless.layers.forward_inputs import ForwardInputs
+from gapless.layers.forward_inputs import ForwardInputs, StepBounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +118,33 @@ def random_entries(kind: str, seed: int, *, most: int) -> list[Entry]:
 def with_inputs(batch: PagedBatch, **changes: object) -> PagedBatch:
     """The batch with other tensors in its inputs."""
     return replace(batch, inputs=replace(batch.inputs, **changes))  # type: ignore[arg-type]
+
+
+def with_bounds(batch: PagedBatch, *, num_tokens: int, num_entries: int, bounds: StepBounds) -> PagedBatch:
+    """The batch padded as a mixed step: tokens of no entry, entries of no token, and bounds in place of lengths."""
+    inputs, device = batch.inputs, batch.q.device
+    tokens, entries = num_tokens - len(inputs.positions), num_entries - len(inputs.rows)
+    reserved_row = len(inputs.block_tables) - 1
+
+    def padded(values: Tensor, count: int, fill: int) -> Tensor:
+        return torch.cat((values, torch.full((count,), fill, dtype=values.dtype, device=device)))
+
+    return replace(
+        batch,
+        q=torch.cat((batch.q, torch.full((tokens, *batch.q.shape[1:]), 7.0, dtype=batch.q.dtype, device=device))),
+        inputs=replace(
+            inputs,
+            input_ids=padded(inputs.input_ids, tokens, 0),
+            positions=padded(inputs.positions, tokens, 0),
+            slot_mapping=padded(inputs.slot_mapping, tokens, 0),
+            query_starts=padded(inputs.query_starts, entries, len(inputs.positions)),
+            seq_lens=padded(inputs.seq_lens, entries, 0),
+            rows=padded(inputs.rows, entries, reserved_row),
+            host_query_lens=(),
+            host_seq_lens=(),
+            bounds=bounds,
+        ),
+    )
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:

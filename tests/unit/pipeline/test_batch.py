@@ -1,7 +1,6 @@
 """The batch builder: flat arrays from entries, and padding that can harm nobody."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,10 +93,10 @@ def test_a_step_of_one_token_chunks_may_sample_nothing() -> None:
     builder = BatchBuilder(0)
     builder.add_token(_entry(0, 3, samples=False), 8)
 
-    arrays = _lists(builder.build(buckets=(4,), reserved_row=9))
+    arrays = _lists(builder.build())
 
     assert arrays["sample_tokens"] == arrays["sample_rows"] == arrays["output_positions"] == []
-    assert arrays["rows"] == [0], "only a step in which everybody samples is padded"
+    assert arrays["rows"] == [0]
 
 
 def test_the_variable_parts_are_kept() -> None:
@@ -109,41 +108,12 @@ def test_the_variable_parts_are_kept() -> None:
     builder.row_inits.append(init)
     builder.needs_filter = True
 
-    batch = builder.build(buckets=(2,), reserved_row=4)
+    batch = builder.build()
 
     assert batch.table_changes == (TableChange(1, 0, 6),)
     assert batch.masked_tokens == (MaskedToken(0, 2),)
     assert batch.row_inits == (init,)
     assert batch.needs_filter
-
-
-@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 9)])
-def test_c15_decodes_are_padded_to_the_next_bucket(count: int, size: int) -> None:
-    builder = BatchBuilder(0)
-    for row in range(count):
-        builder.add_token(_entry(row, 10 + row, carries=True, output_position=3), 0)
-
-    batch = builder.build(buckets=(1, 2, 4, 8), reserved_row=20)
-    arrays = _lists(batch)
-
-    extra = size - count
-    assert len(batch.entries) == count
-    assert arrays["rows"] == arrays["token_rows"] == arrays["sample_rows"] == [*range(count), *[20] * extra]
-    assert arrays["carry"] == [*range(count), *[-1] * extra]
-    assert arrays["positions"] == [*range(10, 10 + count), *[0] * extra]
-    assert arrays["seq_lens"] == [*range(11, 11 + count), *[1] * extra]
-    assert arrays["input_ids"] == [0] * size
-    assert arrays["query_lens"] == [1] * size
-    assert arrays["sample_tokens"] == list(range(size))
-    assert arrays["output_positions"] == [3] * count + [0] * extra
-
-
-def test_c15_a_step_with_a_chunk_is_not_padded() -> None:
-    builder = BatchBuilder(0)
-    builder.add_token(_entry(0, 4), 1)
-    builder.add_chunk(_entry(1, 0, 2), _ids(1, 2))
-
-    assert len(builder.build(buckets=(4, 8), reserved_row=20).rows) == 2
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)

@@ -5,6 +5,7 @@ import torch
 
 from gapless.pipeline.batch import BatchBuilder, BatchEntry, RowInit, ScheduledBatch, TableChange
 from gapless.pipeline.device_step import DeviceStep
+from gapless.pipeline.padding import StepBuckets
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.simulator import SimulatorQueues
 from gapless.sampling.sampler import Sampler
@@ -55,7 +56,7 @@ def _decode(rows: dict[int, int], *, buckets: tuple[int, ...] = ()) -> Scheduled
     builder = BatchBuilder(1)
     for row, start in rows.items():
         builder.add_token(BatchEntry(row, 0, row, start, 1, True, True, True, 1), 0)
-    return builder.build(buckets=buckets, reserved_row=_ROWS)
+    return StepBuckets(num_rows=_ROWS, decode=buckets).pad(builder.build())
 
 
 _PROMPTS = {0: [3, 4, 5], 1: [6], 2: [7, 8, 9]}

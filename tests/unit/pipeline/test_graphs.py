@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from gapless.engine.assembly import build_engine
 from gapless.engine.results import RequestUpdate
 from gapless.errors import EngineDeadError
 from gapless.layers.forward_inputs import ForwardInputs
-from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch, idle_decode_batch
+from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch
 from gapless.pipeline.device_step import DeviceStep
-from gapless.pipeline.graphs import GraphCounts, GraphedStep, _without_garbage_collection, decode_buckets
+from gapless.pipeline.graphs import GraphCounts, GraphedStep, _without_garbage_collection
+from gapless.pipeline.logprobs import LogprobLimits, PromptSpan
+from gapless.pipeline.padding import StepBuckets, decode_buckets, idle_decode_batch, idle_mixed_batch
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.simulator import SimulatorQueues
 from gapless.sampling.sampler import Sampler
@@ -23,14 +26,22 @@ from simulation.recordings import ClosureRecorder
 from simulation.setting import greedy, make_setting
 
 _ROWS = 8
+_BUCKETS = StepBuckets(num_rows=_ROWS, decode=decode_buckets(_ROWS), mixed=(4, 16))
 
 
 class SumModel:
     """Its most likely token is ``input id + position``, of a vocabulary of 32."""
 
+    vocab_size = 32
+
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        token = (inputs.input_ids + inputs.positions)[inputs.logits_indices] % 32
-        return torch.nn.functional.one_hot(token, 32).float()
+        return self.logits(self.hidden_states(inputs)[inputs.logits_indices])
+
+    def hidden_states(self, inputs: ForwardInputs) -> Tensor:
+        return (inputs.input_ids + inputs.positions) % 32
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(hidden, 32).float()
 
 
 class CuriousModel(SumModel):
@@ -38,6 +49,9 @@ class CuriousModel(SumModel):
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
         return super().forward(inputs)[: inputs.host_seq_lens[0] + 1]
+
+    def hidden_states(self, inputs: ForwardInputs) -> Tensor:
+        return super().hidden_states(inputs) + 0 * inputs.host_query_lens[0]
 
 
 class Driver:
@@ -50,12 +64,13 @@ class Driver:
             model=model,
             sampler=Sampler(max_rows=_ROWS, device=device),
             max_rows=_ROWS,
-            max_blocks_per_row=4,
+            max_blocks_per_row=8,
             block_size=4,
             device=device,
         )
-        self.graphed = GraphedStep(step, ClosureRecorder(), decode_buckets(_ROWS))
-        limits = BufferLimits(max_tokens=16, max_rows=_ROWS, max_changes=8, max_masked=8)
+        self.graphed = GraphedStep(step, ClosureRecorder(), _BUCKETS)
+        logprobs = LogprobLimits(max_top=2, max_prompt_tokens=8)
+        limits = BufferLimits(max_tokens=20, max_rows=_ROWS, max_changes=8, max_masked=8, logprobs=logprobs)
         self.buffers = [StepBuffers(queues, limits), StepBuffers(queues, limits)]
         self.logits: list[Tensor] = []
 
@@ -69,7 +84,8 @@ class Driver:
             self.graphed.sample(logits, batch, layout, buffers)
         self.logits.append(logits)
         buffers.host_out.copy_(buffers.device_out)
-        return buffers.read(batch, 0.0).tokens.tolist()
+        self.result = buffers.read(batch, 0.0)
+        return self.result.tokens.tolist()
 
 
 def batch(tokens: Sequence[int], *, start: int = 0, samples: bool = True, drawn: bool = False) -> ScheduledBatch:
@@ -79,26 +95,21 @@ def batch(tokens: Sequence[int], *, start: int = 0, samples: bool = True, drawn:
         if drawn:
             builder.random_samples.append(row)
         builder.add_token(BatchEntry(row, 0, row, start, 1, True, samples, False, 0), token)
-    return builder.build(buckets=decode_buckets(_ROWS), reserved_row=_ROWS)
+    return _BUCKETS.pad(builder.build())
 
 
-def test_c15_buckets_cost_little_padding() -> None:
-    assert decode_buckets(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
-    assert decode_buckets(256)[10:] == (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
-    assert decode_buckets(1) == (1,)
-    assert decode_buckets(33)[-2:] == (32, 33)
-    buckets = decode_buckets(1000)
-    for size in range(1, 1001):
-        padding = min(bucket for bucket in buckets if bucket >= size) - size
-        assert padding < (8 if size <= 64 else 16 if size <= 256 else 32)
-
-
-@pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 8, 9, 63, 64, 65, 255, 256, 257, 300])
-def test_buckets_rise_to_the_number_of_rows(max_rows: int) -> None:
-    buckets = decode_buckets(max_rows)
-
-    assert list(buckets) == sorted(set(buckets))
-    assert buckets[-1] == max_rows
+def mixed(
+    prompt: Sequence[int], *tokens: int, start: int = 0, padded: bool = True, samples: bool = True, rated: bool = False
+) -> ScheduledBatch:
+    """A prompt, or a part of one, beside one token for each of some rows."""
+    builder = BatchBuilder(0)
+    for row, token in enumerate(tokens, 1):
+        builder.add_token(BatchEntry(row, 0, row, 5, 1, True, True, False, 0), token)
+    ids = np.array(prompt, dtype=np.int32)
+    if rated:
+        builder.logprobs.add_prompt(PromptSpan(0, start + 1, len(ids) - 1), ids[1:], len(tokens), 2)
+    builder.add_chunk(BatchEntry(0, 0, 0, start, len(ids), samples, samples, False, 0), ids)
+    return _BUCKETS.pad(builder.build()) if padded else builder.build()
 
 
 def test_a_bucket_is_launched_once_for_each_set_of_buffers_and_then_replayed() -> None:
@@ -107,9 +118,9 @@ def test_a_bucket_is_launched_once_for_each_set_of_buffers_and_then_replayed() -
     for index in range(6):
         assert driver.run(batch([3, 5, 7], start=index)) == [3 + index, 5 + index, 7 + index]
 
-    assert driver.graphed.counts == GraphCounts(captured=2, replayed=4)
+    assert driver.graphed.counts == GraphCounts(captured=2, captured_mixed=0, replayed=4)
     assert driver.run(batch([1], start=9)) == [10]
-    assert driver.graphed.counts == GraphCounts(captured=3, replayed=4)
+    assert driver.graphed.counts == GraphCounts(captured=3, captured_mixed=0, replayed=4)
 
 
 def test_logits_of_replayed_steps_share_one_tensor() -> None:
@@ -128,24 +139,52 @@ def test_a_drawn_sample_follows_a_replayed_forward() -> None:
         driver.run(batch([3, 5]))
     drawn = driver.run(batch([3, 5], drawn=True))
 
-    assert driver.graphed.counts == GraphCounts(captured=2, replayed=3)
+    assert driver.graphed.counts == GraphCounts(captured=2, captured_mixed=0, replayed=3)
     launched = Driver(SumModel())
     assert drawn == launched.run(batch([3, 5], drawn=True))
 
 
-@pytest.mark.parametrize("kind", ["prefill", "without a sample"])
-def test_other_steps_are_launched(kind: str) -> None:
-    builder = BatchBuilder(0)
-    if kind == "prefill":
-        builder.add_chunk(BatchEntry(0, 0, 0, 0, 2, True, True, False, 0), torch.tensor([1, 2]).int().numpy())
-        step = builder.build(buckets=decode_buckets(_ROWS), reserved_row=_ROWS)
-    else:
-        step = batch([3, 5], samples=False)
+def test_mixed_steps_of_any_make_up_share_their_sizes_graph() -> None:
+    driver = Driver(SumModel())
+    steps = [
+        (mixed([1, 2, 3], 9), [9 + 5, 3 + 2]),
+        (mixed([4, 4], 8, 7), [8 + 5, 7 + 5, 4 + 1]),
+        (mixed([5, 6, 7, 8]), [8 + 3]),
+        (mixed([2, 3, 4], samples=False), []),
+        (mixed([2, 3], 6, samples=False), [6 + 5]),
+    ]
+    for batch, expected in steps * 2:
+        assert len(batch.input_ids) == 4
+        assert driver.run(batch) == expected
+
+    assert driver.graphed.counts == GraphCounts(captured=2, captured_mixed=2, replayed=8)
+    assert driver.run(mixed(range(10), 1, 2)) == [1 + 5, 2 + 5, 9 + 9]
+    assert driver.graphed.counts == GraphCounts(captured=3, captured_mixed=3, replayed=8)
+
+
+def test_a_replayed_mixed_step_draws_and_rates_as_a_launched_one() -> None:
+    outputs = []
+    for padded in (True, False):
+        driver = Driver(SumModel())
+        for _ in range(4):
+            driver.run(mixed([3, 5, 1], 4, padded=padded))
+        tokens = driver.run(mixed([3, 5, 1], 4, padded=padded, rated=True))
+        rated = driver.result.prompt_logprobs
+        assert rated is not None
+        outputs.append((tokens, rated.chosen.tolist(), rated.top_ids.tolist()))
+        assert driver.graphed.counts.replayed == (3 if padded else 0)
+
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("num_tokens", [3, 17])
+def test_other_steps_are_launched(num_tokens: int) -> None:
+    step = mixed(range(num_tokens), padded=num_tokens > 16)
     driver = Driver(SumModel())
     for _ in range(6):
         driver.run(step)
 
-    assert driver.graphed.counts == GraphCounts(captured=0, replayed=0)
+    assert driver.graphed.counts == GraphCounts(captured=0, captured_mixed=0, replayed=0)
 
 
 def test_hazard_12_what_is_recorded_is_told_no_lengths() -> None:
@@ -157,15 +196,25 @@ def test_hazard_12_what_is_recorded_is_told_no_lengths() -> None:
         driver.run(batch([1]))
 
 
+def test_hazard_12_a_mixed_step_is_told_of_no_entry() -> None:
+    driver = Driver(CuriousModel())
+    assert driver.run(mixed([1, 2, 3], padded=False)) == [3 + 2]
+
+    with pytest.raises(IndexError):
+        driver.run(mixed([1, 2, 3]))
+
+
 def test_an_idle_step_gives_nothing_and_is_recorded() -> None:
     driver = Driver(SumModel())
 
     assert driver.run(idle_decode_batch(_ROWS, _ROWS)) == []
-    assert driver.graphed.counts == GraphCounts(captured=1, replayed=0)
+    assert driver.run(idle_mixed_batch(16, _ROWS)) == []
+    assert driver.graphed.counts == GraphCounts(captured=2, captured_mixed=1, replayed=0)
 
 
-def test_an_engine_over_recordings_replays_its_decode_steps() -> None:
-    rig = Rig(make_setting(depth=2, num_blocks=40, buckets=(1, 2, 4)), SimulatorQueues(3))
+def test_an_engine_over_recordings_replays_its_steps() -> None:
+    setting = make_setting(depth=2, num_blocks=40, buckets=(1, 2, 4), mixed_buckets=(16,))
+    rig = Rig(setting, SimulatorQueues(3))
     planned = [rig.setting.plan(greedy(range(1, 4 + 3 * i), 20)) for i in range(4)]
     ids = [rig.submit(each) for each in planned]
     rig.run_until_idle()
@@ -174,7 +223,8 @@ def test_an_engine_over_recordings_replays_its_decode_steps() -> None:
         rig.check_output(each, request_id)
     assert isinstance(rig.executor, GraphedStep)
     counts = rig.executor.counts
-    assert counts.captured <= 2 * 3
+    assert counts.captured - counts.captured_mixed <= 2 * 3
+    assert counts.captured_mixed == 2
     assert counts.replayed > 8
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gapless.pipeline.batch import BatchBuilder, BatchEntry, MaskedToken, RowInit, ScheduledBatch, TableChange
 from gapless.pipeline.layout import StepSizes, layout_of, sizes_of
+from gapless.pipeline.padding import StepBuckets
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.simulator import SimulatorQueues
 
@@ -29,7 +30,10 @@ def _batches(draw: st.DrawFn) -> ScheduledBatch:
         seed = draw(st.integers(-(2**63), 2**63 - 1))
         builder.row_inits.append(RowInit(row=row, temperature=0.7, top_k=5, top_p=0.25, min_p=0.125, seed=seed))
     builder.masked_tokens += [MaskedToken(i, 3 * i) for i in range(draw(st.integers(0, 20)))]
-    return builder.build(buckets=draw(st.sampled_from([(), (8,)])), reserved_row=8)
+    buckets = StepBuckets(
+        num_rows=8, decode=draw(st.sampled_from([(), (8,)])), mixed=draw(st.sampled_from([(), (48,)]))
+    )
+    return buckets.pad(builder.build())
 
 
 def _expected(batch: ScheduledBatch) -> dict[str, list[float]]:
@@ -110,7 +114,7 @@ def test_results_are_copies_without_padding() -> None:
     builder = BatchBuilder(3)
     for row in range(3):
         builder.add_token(BatchEntry(row, 0, row, 5, 1, True, True, True, 0), 0)
-    batch = builder.build(buckets=(8,), reserved_row=8)
+    batch = StepBuckets(num_rows=8, decode=(8,)).pad(builder.build())
     output = buffers.output_view(8)
     output[:8].copy_(torch.arange(10, 18))
     output[8:].copy_(torch.tensor([1, 0, 1, 0, 0, 0, 0, 0]))

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from gapless.errors import GaplessError
 from gapless.layers.forward_inputs import ForwardInputs
-from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch, idle_decode_batch
+from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch
 from gapless.pipeline.device_step import DeviceStep, StepExecutor
-from gapless.pipeline.graphs import GraphedStep, decode_buckets
+from gapless.pipeline.graphs import GraphedStep
 from gapless.pipeline.layout import StepLayout
+from gapless.pipeline.padding import StepBuckets, decode_buckets, idle_decode_batch
 from gapless.pipeline.ring import Ring
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
 from gapless.pipeline.streams.cpu import CpuQueues, Delays
@@ -98,12 +99,15 @@ class Driver:
             self.collect()
 
 
+BUCKETS = StepBuckets(num_rows=8, decode=decode_buckets(8), mixed=(4,))
+
+
 def decode(step: int, *starts: int) -> ScheduledBatch:
     """One new token for each row, at the given positions."""
     builder = BatchBuilder(step)
     for row, start in enumerate(starts):
         builder.add_token(BatchEntry(row, 0, row, start, 1, True, True, False, 0), 7)
-    return builder.build(buckets=decode_buckets(8), reserved_row=8)
+    return BUCKETS.pad(builder.build())
 
 
 def check_lanes(recording: Recording) -> None:
@@ -362,9 +366,13 @@ class ConstantModel:
     vocab_size = 8
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        logits = torch.zeros(len(inputs.logits_indices), 8)
-        logits[:, 5] = 1.0
-        return logits
+        return self.logits(self.hidden_states(inputs)[inputs.logits_indices])
+
+    def hidden_states(self, inputs: ForwardInputs) -> Tensor:
+        return torch.zeros(len(inputs.positions), 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.eye(8)[5]
 
 
 def test_how_a_step_was_enqueued_is_told() -> None:
@@ -377,15 +385,20 @@ def test_how_a_step_was_enqueued_is_told() -> None:
         device=CPU,
     )
     queues = CpuQueues()
-    driver = Driver(queues, 2, step=GraphedStep(step, ClosureRecorder(), decode_buckets(8)))
+    driver = Driver(queues, 2, step=GraphedStep(step, ClosureRecorder(), BUCKETS))
     batches: Sequence[ScheduledBatch] = [decode(0, 3), decode(1, 4), decode(2, 5), decode(3, 6)]
     for batch in batches:
         driver.submit(batch)
-    chunk = BatchBuilder(4)
-    chunk.add_chunk(BatchEntry(2, 0, 2, 8, 3, True, True, False, 0), np.array([1, 2, 3], dtype=np.int32))
-    driver.submit(chunk.build())
+    for index in range(4):
+        chunk = BatchBuilder(4 + index)
+        chunk.add_chunk(BatchEntry(2, 0, 2, 8, 3, True, True, False, 0), np.array([1, 2, 3], dtype=np.int32))
+        driver.submit(BUCKETS.pad(chunk.build()) if index else chunk.build())
     driver.run(0)
     recording = driver.recorder.recording()
     queues.close()
 
-    assert [each.launch for each in recording.steps] == ["capture", "capture", "graph", "graph", "kernels"]
+    assert [each.launch for each in recording.steps] == [
+        *("capture", "capture", "graph", "graph"),
+        *("kernels", "capture", "capture", "graph"),
+    ]
+    assert [each.num_tokens for each in recording.steps[4:]] == [3, 3, 3, 3]

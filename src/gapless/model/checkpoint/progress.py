@@ -14,6 +14,7 @@ LoadStage = Literal[
     "compile kernels",
     "allocate KV cache",
     "warm up",
+    "capture graphs",
     "load tokenizer",
 ]
 """The stages in their order; a model on this machine has no ``find model``, a cached one no ``download``."""
