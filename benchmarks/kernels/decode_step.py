@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from gapless.model.loading import load_model
 from gapless.model.runner import ModelRunner
 from gapless.model.spec import kv_shape
 from gapless.pipeline.batch import ScheduledBatch
+from gapless.pipeline.device_step import DeviceStep
 from gapless.pipeline.graphs import CudaRecorder, GraphedStep
 from gapless.pipeline.padding import StepBuckets, idle_decode_batch
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
@@ -63,23 +65,24 @@ class Bench:
         """The time in which the step's bytes can be read."""
         return (self.model.weight_bytes + requests * context * self.shape.bytes_per_token) / bytes_per_s
 
+    def make_step(
+        self, config: EngineConfig, *, contexts: int, context: int, max_tokens: int
+    ) -> tuple[DeviceStep, StepBuffers]:
+        """A step's device side over so many contexts, on the first rows, whose blocks lie in disorder; its buffers."""
+        blocks = -(-context // BLOCK_SIZE)
+        kv = KVCache(self.shape, num_blocks=contexts * blocks, block_size=BLOCK_SIZE, device=self.device)
+        limits = BufferLimits(max_tokens=max_tokens, max_rows=config.max_rows, max_changes=1, max_masked=0)
+        runner = ModelRunner(self.model, kv)
+        step = make_device_step(config, runner, limits, self.kernels, max_blocks=blocks, processor=None)
+        order = 1 + torch.randperm(contexts * blocks, device=self.device, dtype=torch.int32)
+        step.block_tables[:contexts] = order.view(contexts, blocks)
+        return step, StepBuffers(CudaQueues(self.device), limits)
+
     @torch.inference_mode()
     def run(self, requests: int, context: int, *, repeats: int, profile: bool) -> dict[str, Any]:
         """Time one shape."""
-        blocks = -(-context // BLOCK_SIZE)
-        kv = KVCache(self.shape, num_blocks=requests * blocks, block_size=BLOCK_SIZE, device=self.device)
-        limits = BufferLimits(max_tokens=requests, max_rows=requests, max_changes=1, max_masked=0)
-        step = make_device_step(
-            EngineConfig(max_rows=requests),
-            ModelRunner(self.model, kv),
-            limits,
-            self.kernels,
-            max_blocks=blocks,
-            processor=None,
-        )
-        order = 1 + torch.randperm(requests * blocks, device=self.device, dtype=torch.int32)
-        step.block_tables[:requests] = order.view(requests, blocks)
-        buffers = StepBuffers(CudaQueues(self.device), limits)
+        config = EngineConfig(max_rows=requests)
+        step, buffers = self.make_step(config, contexts=requests, context=context, max_tokens=requests)
         executor = GraphedStep(step, CudaRecorder(), StepBuckets(num_rows=requests, decode=(requests,)))
         batch = decode_batch(requests, context)
         layout = buffers.write(batch)
@@ -91,21 +94,8 @@ class Bench:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(4):
-                once()
-            times = []
-            for _ in range(repeats):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                once()
-                end.record()
-                times.append((begin, end))
-            torch.cuda.synchronize()
-            found: dict[str, Any] = {
-                "requests": requests,
-                "context": context,
-                "ms": statistics.median(begin.elapsed_time(end) for begin, end in times),
-            }
+            ms = median_device_ms(once, repeats=repeats)
+            found: dict[str, Any] = {"requests": requests, "context": context, "ms": ms}
             if profile:
                 found["kernels"] = kernel_times(once)
         return found
@@ -124,6 +114,19 @@ def decode_batch(requests: int, context: int) -> ScheduledBatch:
         rows=rows,
         sample_rows=rows,
     )
+
+
+def median_device_ms(once: Callable[[], object], *, repeats: int) -> float:
+    """Median time on the current stream of work that is enqueued faster than it runs; it runs four times before."""
+    spans = []
+    for _ in range(4 + repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        once()
+        end.record()
+        spans.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in spans[4:])
 
 
 def kernel_times(once: Any, runs: int = 4) -> list[dict[str, Any]]:

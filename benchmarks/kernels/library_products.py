@@ -9,12 +9,11 @@ Every product is captured in a graph, with weights of several layers in turn, so
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
-from decode_step import Bench
+from decode_step import Bench, median_device_ms
 from torch.nn import functional as F
 
 from gapless.bench.report import environment
@@ -31,15 +30,7 @@ def product_us(weights: list[torch.Tensor], tokens: int, repeats: int) -> float:
 
     work()
     graph = CudaRecorder().record(work)
-    spans = []
-    for _ in range(1 + repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        spans.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in spans[1:]) / len(weights) * 1e3
+    return median_device_ms(graph.replay, repeats=repeats) / len(weights) * 1e3
 
 
 @torch.inference_mode()

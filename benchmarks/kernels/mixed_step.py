@@ -19,19 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode_step import BLOCK_SIZE, Bench, kernel_times
+from decode_step import Bench, kernel_times, median_device_ms
 
 from gapless.bench.report import environment
 from gapless.config import EngineConfig
-from gapless.engine.step_assembly import make_device_step
 from gapless.engine.step_buckets import step_buckets
-from gapless.model.kv_cache import KVCache
-from gapless.model.runner import ModelRunner
 from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch
 from gapless.pipeline.device_step import StepExecutor
 from gapless.pipeline.graphs import CudaRecorder, GraphedStep
-from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
-from gapless.pipeline.streams.cuda import CudaQueues
 
 PROMPTS = (0, 5, 16, 40, 70, 97, 129, 200, 256, 300, 353, 417, 481)
 
@@ -45,19 +40,6 @@ def mixed_batch(prompt: int, decodes: int, context: int) -> ScheduledBatch:
         ids = np.arange(1, prompt + 1, dtype=np.int32)
         builder.add_chunk(BatchEntry(decodes, 0, decodes, 0, prompt, True, True, False, 0), ids)
     return builder.build()
-
-
-def device_ms(once: Callable[[], object], repeats: int) -> float:
-    """Median time of work that is enqueued faster than it runs."""
-    spans = []
-    for _ in range(3 + repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        once()
-        end.record()
-        spans.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in spans[3:])
 
 
 def host_ms(once: Callable[[], object], repeats: int) -> float:
@@ -76,16 +58,9 @@ class MixedBench:
     """The device's side of steps over one cache."""
 
     def __init__(self, bench: Bench, *, rows: int, decodes: int, context: int) -> None:
-        self.config = EngineConfig(max_rows=rows).for_device("cuda")
-        blocks = -(-context // BLOCK_SIZE)
-        kv = KVCache(bench.shape, num_blocks=(decodes + 1) * blocks, block_size=BLOCK_SIZE, device=bench.device)
-        limits = BufferLimits(max_tokens=2048, max_rows=rows, max_changes=1, max_masked=0)
-        runner = ModelRunner(bench.model, kv)
-        self.step = make_device_step(self.config, runner, limits, bench.kernels, max_blocks=blocks, processor=None)
-        order = 1 + torch.randperm((decodes + 1) * blocks, device=bench.device, dtype=torch.int32)
-        self.step.block_tables[: decodes + 1] = order.view(decodes + 1, blocks)
-        self.buffers = StepBuffers(CudaQueues(bench.device), limits)
-        buckets = step_buckets(self.config, bench.model)
+        config = EngineConfig(max_rows=rows).for_device("cuda")
+        self.step, self.buffers = bench.make_step(config, contexts=decodes + 1, context=context, max_tokens=2048)
+        buckets = step_buckets(config, bench.model)
         assert buckets is not None
         self.buckets = buckets
         self.graphed = GraphedStep(self.step, CudaRecorder(), buckets)
@@ -107,7 +82,7 @@ class MixedBench:
         exact()
         found["launched_host_ms"] = host_ms(exact, repeats)
         graph = CudaRecorder().record(exact)
-        found["exact_device_ms"] = device_ms(graph.replay, repeats)
+        found["exact_device_ms"] = median_device_ms(graph.replay, repeats=repeats)
         if profile:
             found["exact_kernels"] = kernel_times(graph.replay)
         padded = self.buckets.pad(batch)
@@ -117,7 +92,7 @@ class MixedBench:
         found["bucket_tokens"] = len(padded.input_ids)
         found["launch"] = self.buffers.launch
         found["bucket_host_ms"] = host_ms(replayed, repeats)
-        found["bucket_device_ms"] = device_ms(replayed, repeats)
+        found["bucket_device_ms"] = median_device_ms(replayed, repeats=repeats)
         if profile:
             found["kernels"] = kernel_times(replayed)
         return found

@@ -93,13 +93,12 @@ def _available_bytes(config: EngineConfig, model: DecoderModel) -> tuple[int, st
 
 
 def _graph_bytes(config: EngineConfig, model: DecoderModel) -> int:
-    """What graphs hold besides: a pool for the largest step of each kind, its logits and its hidden states."""
+    """What graphs hold besides: a pool for the largest step, its logits and its hidden states."""
     buckets = step_buckets(config, model)
     assert buckets is not None, "graphs are of CUDA"
     rows, most_mixed = buckets.num_rows, max(buckets.mixed, default=0)
-    pool = max(
-        measure_activation_peak(model, token_budget=tokens, max_rows=rows, block_size=config.block_size)
-        for tokens in {rows, most_mixed or rows}
-    )
+    # The larger of the two needs more of everything: either is measured with every row sampling.
+    most = max(rows, most_mixed)
+    pool = measure_activation_peak(model, token_budget=most, max_rows=rows, block_size=config.block_size)
     logits = rows * model.spec.vocab_size * torch.float32.itemsize
     return pool + logits + most_mixed * model.spec.hidden_size * model.dtype.itemsize

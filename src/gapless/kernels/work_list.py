@@ -123,7 +123,7 @@ def _work_list_kernel(
         tl.store(tile_map + 2 * at + 1, tiles - 1 - j, mask=inside)
     tl.debug_barrier()  # the stores above are read below by other threads of this program
 
-    num_tiles = tl.sum(tiles, 0)
+    num_tiles = tl.minimum(tl.sum(tiles, 0), most_tiles)
     num_slots = tl.maximum(num_tiles + spare_items, least_items)
     tile = tl.arange(0, BLOCK_TILES)
     live_tile = tile < num_tiles
@@ -188,6 +188,7 @@ def build_work_list(
         window: keys that a token sees, itself included; ``None`` is all.
     """
     num_entries, num_slots = len(inputs.rows), tile_class.most_items(most_tiles)
+    assert 0 < most_tiles <= num_slots, f"{most_tiles} tiles do not fit into {num_slots} slots"
     device = inputs.seq_lens.device
     items = torch.empty((1 + num_slots, ITEM_FIELDS), dtype=torch.int32, device=device)
     arrivals = torch.empty(num_slots * num_kv_heads, dtype=torch.int32, device=device)

@@ -98,13 +98,13 @@ class DeviceStep:
         """Apply the step's changes to device state and return its logits. Compute stream."""
         buffers.launch = "kernels"
         self.apply_changes(batch, layout, buffers)
-        if batch.bounds is not None:
-            hidden = self.compute_hidden(layout, buffers, bounds=batch.bounds)
-            return self.logits_of(hidden, batch, layout, buffers)
-        query_lens, seq_lens = tuple(batch.query_lens.tolist()), tuple(batch.seq_lens.tolist())
-        if not batch.rates_prompts:
-            return self.compute_logits(layout, buffers, query_lens=query_lens, seq_lens=seq_lens)
-        hidden = self.compute_hidden(layout, buffers, query_lens=query_lens, seq_lens=seq_lens)
+        query_lens: tuple[int, ...] = ()
+        seq_lens: tuple[int, ...] = ()
+        if batch.bounds is None:
+            query_lens, seq_lens = tuple(batch.query_lens.tolist()), tuple(batch.seq_lens.tolist())
+            if not batch.rates_prompts:
+                return self.compute_logits(layout, buffers, query_lens=query_lens, seq_lens=seq_lens)
+        hidden = self.compute_hidden(layout, buffers, query_lens=query_lens, seq_lens=seq_lens, bounds=batch.bounds)
         return self.logits_of(hidden, batch, layout, buffers)
 
     def sample(self, logits: Tensor, batch: ScheduledBatch, layout: StepLayout, buffers: StepBuffers) -> None:

@@ -88,16 +88,10 @@ def idle_mixed_batch(size: int, num_rows: int) -> ScheduledBatch:
 
 
 def _pad_decode(batch: ScheduledBatch, size: int, reserved_row: int) -> ScheduledBatch:
+    """Entries of one token, which sample."""
     extra = size - len(batch.entries)
     return replace(
-        batch,
-        input_ids=_padded(batch.input_ids, extra, 0),
-        positions=_padded(batch.positions, extra, 0),
-        carry=_padded(batch.carry, extra, -1),
-        token_rows=_padded(batch.token_rows, extra, reserved_row),
-        query_lens=_padded(batch.query_lens, extra, 1),
-        seq_lens=_padded(batch.seq_lens, extra, 1),
-        rows=_padded(batch.rows, extra, reserved_row),
+        _pad(batch, tokens=extra, entries=extra, entry_tokens=1, row=reserved_row),
         sample_tokens=np.arange(size, dtype=np.int32),
         sample_rows=_padded(batch.sample_rows, extra, reserved_row),
         output_positions=_padded(batch.output_positions, extra, 0),
@@ -107,16 +101,21 @@ def _pad_decode(batch: ScheduledBatch, size: int, reserved_row: int) -> Schedule
 def _pad_mixed(batch: ScheduledBatch, size: int, num_rows: int) -> ScheduledBatch:
     """Tokens of no entry, and entries of no token; samples are not padded, since no graph reads them."""
     tokens, entries = size - len(batch.input_ids), num_rows - len(batch.rows)
+    padded = _pad(batch, tokens=tokens, entries=entries, entry_tokens=0, row=num_rows)
+    return replace(padded, bounds=_bounds(size, num_rows))
+
+
+def _pad(batch: ScheduledBatch, *, tokens: int, entries: int, entry_tokens: int, row: int) -> ScheduledBatch:
+    """Add so many tokens, and so many entries which have ``entry_tokens`` each, all of the reserved row ``row``."""
     return replace(
         batch,
         input_ids=_padded(batch.input_ids, tokens, 0),
         positions=_padded(batch.positions, tokens, 0),
         carry=_padded(batch.carry, tokens, -1),
-        token_rows=_padded(batch.token_rows, tokens, num_rows),
-        query_lens=_padded(batch.query_lens, entries, 0),
-        seq_lens=_padded(batch.seq_lens, entries, 0),
-        rows=_padded(batch.rows, entries, num_rows),
-        bounds=_bounds(size, num_rows),
+        token_rows=_padded(batch.token_rows, tokens, row),
+        query_lens=_padded(batch.query_lens, entries, entry_tokens),
+        seq_lens=_padded(batch.seq_lens, entries, entry_tokens),
+        rows=_padded(batch.rows, entries, row),
     )
 
 

@@ -4,21 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gapless.pipeline.batch import BatchBuilder, BatchEntry, MaskedToken, RowInit, ScheduledBatch, TableChange
-
-_ARRAYS = (
-    "input_ids",
-    "positions",
-    "carry",
-    "token_rows",
-    "query_lens",
-    "seq_lens",
-    "rows",
-    "sample_tokens",
-    "sample_rows",
-    "output_positions",
-    "random_samples",
-)
+from gapless.pipeline.batch import BatchBuilder, BatchEntry, MaskedToken, RowInit, TableChange
+from unit.pipeline.batch_arrays import ARRAYS, lists_of
 
 
 def _entry(
@@ -37,12 +24,6 @@ def _ids(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
 
-def _lists(batch: ScheduledBatch) -> dict[str, list[int]]:
-    for name in _ARRAYS:
-        assert getattr(batch, name).dtype == np.int32, name
-    return {name: getattr(batch, name).tolist() for name in _ARRAYS}
-
-
 def test_a_step_of_decodes() -> None:
     builder = BatchBuilder(7)
     builder.add_token(_entry(2, 9, carries=True, output_position=4), 0)
@@ -51,7 +32,7 @@ def test_a_step_of_decodes() -> None:
     batch = builder.build()
 
     assert (batch.step, [entry.row for entry in batch.entries]) == (7, [2, 0])
-    assert _lists(batch) == {
+    assert lists_of(batch) == {
         "input_ids": [0, 31],
         "positions": [9, 5],
         "carry": [2, -1],
@@ -74,7 +55,7 @@ def test_c02_only_the_last_token_of_an_entry_that_carries_is_carried() -> None:
     builder.add_token(_entry(2, 6, carries=True, output_position=2), 0)
     builder.random_samples.append(1)
 
-    assert _lists(builder.build()) == {
+    assert lists_of(builder.build()) == {
         "input_ids": [0, 11, 12, 13, 21, 22, 0],
         "positions": [8, 4, 5, 6, 0, 1, 6],
         "carry": [3, -1, -1, -1, -1, -1, 2],
@@ -93,7 +74,7 @@ def test_a_step_of_one_token_chunks_may_sample_nothing() -> None:
     builder = BatchBuilder(0)
     builder.add_token(_entry(0, 3, samples=False), 8)
 
-    arrays = _lists(builder.build())
+    arrays = lists_of(builder.build())
 
     assert arrays["sample_tokens"] == arrays["sample_rows"] == arrays["output_positions"] == []
     assert arrays["rows"] == [0]
@@ -120,7 +101,7 @@ def test_the_variable_parts_are_kept() -> None:
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30), st.booleans(), st.booleans()), min_size=1, max_size=8))
 def test_the_arrays_are_those_of_the_plain_loop(entries: list[tuple[int, int, bool, bool]]) -> None:
     builder = BatchBuilder(0)
-    expected: dict[str, list[int]] = {name: [] for name in _ARRAYS}
+    expected: dict[str, list[int]] = {name: [] for name in ARRAYS}
     for row, (num_tokens, start, samples, carries) in enumerate(entries):
         entry = _entry(row, start, num_tokens, samples=samples, carries=samples and carries, output_position=row)
         ids = [1000 * row + i for i in range(num_tokens)]
@@ -140,5 +121,5 @@ def test_the_arrays_are_those_of_the_plain_loop(entries: list[tuple[int, int, bo
             expected["sample_rows"].append(row)
             expected["output_positions"].append(row)
 
-    assert _lists(builder.build()) == expected
+    assert lists_of(builder.build()) == expected
     assert builder.num_samples == len(expected["sample_rows"])

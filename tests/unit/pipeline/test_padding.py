@@ -12,19 +12,7 @@ from gapless.pipeline.padding import (
     idle_mixed_batch,
     mixed_buckets,
 )
-
-_PADDED = (
-    "input_ids",
-    "positions",
-    "carry",
-    "token_rows",
-    "query_lens",
-    "seq_lens",
-    "rows",
-    "sample_tokens",
-    "sample_rows",
-    "output_positions",
-)
+from unit.pipeline.batch_arrays import lists_of
 
 
 def _step(*entries: tuple[int, int, int, bool]) -> ScheduledBatch:
@@ -38,12 +26,6 @@ def _step(*entries: tuple[int, int, int, bool]) -> ScheduledBatch:
         else:
             builder.add_chunk(entry, np.arange(1, 1 + num_tokens, dtype=np.int32))
     return builder.build()
-
-
-def _lists(batch: ScheduledBatch) -> dict[str, list[int]]:
-    for name in _PADDED:
-        assert getattr(batch, name).dtype == np.int32, name
-    return {name: getattr(batch, name).tolist() for name in _PADDED}
 
 
 def test_c15_buckets_cost_little_padding() -> None:
@@ -82,7 +64,7 @@ def test_c15_decodes_are_padded_to_the_next_bucket(count: int, size: int) -> Non
     step = _step(*((row, 10 + row, 1, True) for row in range(count)))
 
     batch = StepBuckets(num_rows=20, decode=(1, 2, 4, 8), mixed=(16,)).pad(step)
-    arrays = _lists(batch)
+    arrays = lists_of(batch)
 
     extra = size - count
     assert len(batch.entries) == count
@@ -104,7 +86,7 @@ def test_c15_a_mixed_step_is_padded_with_tokens_of_no_entry_and_entries_of_no_to
 
     assert batch.entries == step.entries
     assert batch.bounds == StepBounds(decodes=5, prefills=4)
-    assert _lists(batch) == {
+    assert lists_of(batch) == {
         "input_ids": [0, 1, 2, 1, 2, 3, 0, 0],
         "positions": [7, 3, 4, 0, 1, 2, 0, 0],
         "carry": [2, -1, -1, -1, -1, -1, -1, -1],
@@ -116,6 +98,7 @@ def test_c15_a_mixed_step_is_padded_with_tokens_of_no_entry_and_entries_of_no_to
         "sample_tokens": [0, 5],
         "sample_rows": [2, 1],
         "output_positions": [3, 3],
+        "random_samples": [],
     }
 
 
@@ -147,8 +130,8 @@ def test_idle_steps_are_nothing_but_padding() -> None:
     decode, mixed = idle_decode_batch(3, 4), idle_mixed_batch(16, 4)
 
     assert decode.entries == mixed.entries == ()
-    assert _lists(decode)["rows"] == [4, 4, 4]
-    arrays = _lists(mixed)
+    assert lists_of(decode)["rows"] == [4, 4, 4]
+    arrays = lists_of(mixed)
     assert arrays["token_rows"] == [4] * 16
     assert arrays["query_lens"] == [0] * 4
     assert arrays["sample_rows"] == []
