@@ -167,15 +167,17 @@ def test_the_pool_at_depth_2_is_within_5_percent_of_depth_1() -> None:
             assert isinstance(executor, GraphedStep)
             assert isinstance(executor.recorder, CudaRecorder)
             largest = executor.recorder.pool_bytes
+            one_step = EngineRequest(prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=1))
             for size in (3, 40, 17, 64):
+                engine.run(same_length(size, sampled=False))
+                engine.run([one_step])  # so that the next run begins with the other buffers
                 engine.run(same_length(size, sampled=False))
             assert executor.counts.captured_mixed >= 3 * depth
             assert executor.counts.captured - executor.counts.captured_mixed >= 4 * depth
             sizes[depth] = executor.recorder.pool_bytes
-            # The largest ones were captured first, and the others fit into what they left but for what is lost between
-            # blocks. The sum of all would be a multiple.
+            # The largest bucket was captured first, and the others fit into what it left but for small remainders.
             assert largest > 1 << 20
-            assert sizes[depth] <= 2 * largest
+            assert sizes[depth] <= 1.25 * largest
     print(f"graph pool: {largest} bytes at the start, {sizes[1]} at depth 1, {sizes[2]} at depth 2")
     assert sizes[2] <= 1.05 * sizes[1]
 
