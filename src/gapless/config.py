@@ -37,8 +37,8 @@ class EngineConfig:
         num_blocks: KV blocks; ``None`` takes ``kv_cache_memory_bytes``.
         kv_cache_memory_bytes: memory of the KV cache; ``None`` takes what is free (CUDA) or a share of memory (CPU).
         gpu_memory_utilization: share of the GPU's memory that weights, activations and KV cache may take together.
-        cuda_graphs: replay decode steps as CUDA graphs; off launches their kernels one by one, with the same results.
-            Means nothing on a CPU.
+        cuda_graphs: replay steps of few tokens as CUDA graphs; off launches their kernels one by one, with the same
+            results. Means nothing on a CPU.
         enable_prefix_caching: keep full blocks for later prompts that start alike.
         step_timeout_s: a step that takes longer fails the engine instead of hanging its callers, in seconds.
         timeline: record when host and device worked on each step, for the newest steps and as sums over all.

@@ -19,7 +19,7 @@ from gapless.engine.block_pool import BlockPool
 from gapless.engine.compile_ahead import compile_ahead
 from gapless.engine.device_kernels import DeviceKernels, device_kernels
 from gapless.engine.engine import Engine, OutputSink
-from gapless.engine.memory import plan_kv_cache
+from gapless.engine.memory import graph_pool_bytes, plan_kv_cache
 from gapless.engine.prefix_cache import PrefixCache
 from gapless.engine.scheduler import Scheduler, SchedulerLimits
 from gapless.engine.step_assembly import make_device_step
@@ -150,9 +150,10 @@ def build_engine(
     progress = progress or NoProgress()
     queues: Queues = CpuQueues(delays) if device.type == "cpu" else CudaQueues(device)
     loaded = _load(model, config, kernels, queues, progress)
-    kv = _make_cache(config, loaded, progress)
+    pool_bytes = graph_pool_bytes(config, loaded.model) if device.type == "cuda" and config.cuda_graphs else 0
+    kv = _make_cache(config, loaded, progress, pool_bytes)
     max_model_len = _max_model_len(config, loaded, kv)
-    parts = _make_parts(config, loaded, kv, queues, kernels, max_model_len, logits_processor)
+    parts = _make_parts(config, loaded, kv, queues, kernels, max_model_len, pool_bytes, logits_processor)
     engine = Engine(
         scheduler=_make_scheduler(config, kv.num_blocks, parts.buckets, parts.limits),
         ring=parts.ring,
@@ -203,11 +204,11 @@ def _load(
     return loaded
 
 
-def _make_cache(config: EngineConfig, loaded: LoadedModel, progress: Progress) -> KVCache:
+def _make_cache(config: EngineConfig, loaded: LoadedModel, progress: Progress, pool_bytes: int) -> KVCache:
     progress.stage("allocate KV cache")
     shape = kv_shape(loaded.spec, loaded.dtype)
     model_len = config.max_model_len or loaded.config_max_model_len
-    plan = plan_kv_cache(config, loaded.model, shape, model_len=model_len)
+    plan = plan_kv_cache(config, loaded.model, shape, model_len=model_len, pool_bytes=pool_bytes)
     kv = KVCache(shape, num_blocks=plan.num_blocks, block_size=config.block_size, device=loaded.model.device)
     _log.info(
         "KV cache: %d tokens (%d blocks of %d, %.2f GiB; %s)",
@@ -244,6 +245,7 @@ def _make_parts(
     queues: Queues,
     kernels: DeviceKernels,
     max_model_len: int,
+    pool_bytes: int,
     processor: LogitsProcessor | None,
 ) -> _Parts:
     max_blocks = -(-max_model_len // config.block_size)
@@ -251,7 +253,9 @@ def _make_parts(
     buckets = step_buckets(config, loaded.model)
     runner = ModelRunner(loaded.model, kv)
     step = make_device_step(config, runner, limits, kernels, max_blocks=max_blocks, processor=processor)
-    executor = step if buckets is None or not config.cuda_graphs else GraphedStep(step, CudaRecorder(), buckets)
+    executor: StepExecutor = step
+    if buckets is not None and config.cuda_graphs:
+        executor = GraphedStep(step, CudaRecorder(pool_bytes), buckets)
     timeline = _timeline_of(config, loaded, queues) if config.timeline else None
     ring = Ring(
         queues=queues, depth=config.depth, limits=limits, device_step=executor, timeline=timeline or NO_TIMELINE

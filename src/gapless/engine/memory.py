@@ -15,12 +15,16 @@ from gapless.errors import ConfigError
 from gapless.model.decoder import DecoderModel
 from gapless.model.kv_cache import KVShape
 from gapless.model.runner import measure_activation_peak
+from gapless.pipeline.graphs import SMALL_TENSORS_BYTES
 
-__all__ = ["KVPlan", "plan_kv_cache"]
+__all__ = ["KVPlan", "graph_pool_bytes", "plan_kv_cache"]
 
 # A CPU shares its memory with everything else on the machine: a quarter of what is free, at most this much.
 _CPU_SHARE = 0.25
 _CPU_MOST_BYTES = 4 << 30
+# Tensors that come and go leave gaps in a pool, and the bounds of a recorded step need a little more than lengths do.
+_POOL_SLACK = 1.25
+_POOL_SPARE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +40,9 @@ class KVPlan:
     reason: str
 
 
-def plan_kv_cache(config: EngineConfig, model: DecoderModel, shape: KVShape, *, model_len: int) -> KVPlan:
+def plan_kv_cache(
+    config: EngineConfig, model: DecoderModel, shape: KVShape, *, model_len: int, pool_bytes: int
+) -> KVPlan:
     """Choose the number of blocks.
 
     Args:
@@ -44,6 +50,7 @@ def plan_kv_cache(config: EngineConfig, model: DecoderModel, shape: KVShape, *, 
         model: with its weights on the device.
         shape: what a token costs.
         model_len: positions that the model's configuration (or the user) allows.
+        pool_bytes: of the graphs' memory pool, which is made later; 0 without graphs.
 
     Raises:
         ConfigError: not one block fits, or ``max_model_len`` was asked for and does not fit.
@@ -52,7 +59,7 @@ def plan_kv_cache(config: EngineConfig, model: DecoderModel, shape: KVShape, *, 
     if config.num_blocks is not None:
         num_blocks, reason = config.num_blocks, f"num_blocks={config.num_blocks}"
     else:
-        available, reason = _available_bytes(config, model)
+        available, reason = _available_bytes(config, model, pool_bytes)
         # More than every row at full length can never be used.
         most = config.max_rows * -(-model_len // config.block_size)
         num_blocks = min(available // block_bytes - 1, most)
@@ -70,7 +77,7 @@ def plan_kv_cache(config: EngineConfig, model: DecoderModel, shape: KVShape, *, 
     return KVPlan(num_blocks=num_blocks, reason=reason)
 
 
-def _available_bytes(config: EngineConfig, model: DecoderModel) -> tuple[int, str]:
+def _available_bytes(config: EngineConfig, model: DecoderModel, pool_bytes: int) -> tuple[int, str]:
     if config.kv_cache_memory_bytes is not None:
         return (config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}")
     if model.device.type != "cuda":
@@ -80,7 +87,7 @@ def _available_bytes(config: EngineConfig, model: DecoderModel) -> tuple[int, st
         model, token_budget=config.step_tokens, max_rows=config.max_rows, block_size=config.block_size
     )
     if config.cuda_graphs:
-        peak += _graph_bytes(config, model)
+        peak += _graph_bytes(config, model, pool_bytes)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     # What others hold on this GPU counts against the share as our own does.
@@ -92,13 +99,21 @@ def _available_bytes(config: EngineConfig, model: DecoderModel) -> tuple[int, st
     )
 
 
-def _graph_bytes(config: EngineConfig, model: DecoderModel) -> int:
-    """What graphs hold besides: a pool for the largest step, its logits and its hidden states."""
+def graph_pool_bytes(config: EngineConfig, model: DecoderModel) -> int:
+    """How large the memory pool of CUDA graphs is to be: for the largest step's activations, and some to spare."""
+    rows, largest = config.max_rows, _largest_graphed(config, model)
+    peak = measure_activation_peak(model, token_budget=largest, max_rows=rows, block_size=config.block_size)
+    return int(peak * _POOL_SLACK) + _POOL_SPARE_BYTES + SMALL_TENSORS_BYTES
+
+
+def _graph_bytes(config: EngineConfig, model: DecoderModel, pool_bytes: int) -> int:
+    """What graphs hold: their pool, and static tensors for logits and hidden states."""
+    logits = config.max_rows * model.spec.vocab_size * torch.float32.itemsize
+    return pool_bytes + logits + _largest_graphed(config, model) * model.spec.hidden_size * model.dtype.itemsize
+
+
+def _largest_graphed(config: EngineConfig, model: DecoderModel) -> int:
+    """Tokens of the largest step that is a graph: the larger of the two kinds needs more of everything."""
     buckets = step_buckets(config, model)
     assert buckets is not None, "graphs are of CUDA"
-    rows, most_mixed = buckets.num_rows, max(buckets.mixed, default=0)
-    # The larger of the two needs more of everything: either is measured with every row sampling.
-    most = max(rows, most_mixed)
-    pool = measure_activation_peak(model, token_budget=most, max_rows=rows, block_size=config.block_size)
-    logits = rows * model.spec.vocab_size * torch.float32.itemsize
-    return pool + logits + most_mixed * model.spec.hidden_size * model.dtype.itemsize
+    return max((buckets.num_rows, *buckets.mixed))

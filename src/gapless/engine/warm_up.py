@@ -19,9 +19,8 @@ __all__ = ["warm_up"]
 def warm_up(ring: Ring, buckets: StepBuckets, progress: Progress, *, capture_for: int = 0) -> None:
     """On CUDA, run the largest step of each kind first, then smaller decodes.
 
-    They load the kernels of decode, of which there is one for each width. The largest ones' graphs also size the
-    graphs' memory pool: a pool that grew bucket by bucket would hold the sum of their needs, since a larger tensor does
-    not fit where a smaller one was.
+    They load the kernels of decode, of which there is one for each width. The largest ones' graphs come first, so that
+    whatever the memory pool may lack shows before anybody waits.
 
     Args:
         ring: the engine's.

@@ -6,6 +6,7 @@ Whoever makes the runner owns both; ``forward`` is called on the thread that run
 import torch
 from torch import Tensor
 
+from gapless.garbage import without_garbage_collection
 from gapless.layers.forward_inputs import ForwardInputs
 from gapless.model.decoder import DecoderModel
 from gapless.model.kv_cache import KVCache
@@ -70,6 +71,9 @@ def idle_inputs(query_lens: tuple[int, ...], *, max_rows: int, block_size: int, 
 def measure_activation_peak(model: DecoderModel, *, token_budget: int, max_rows: int, block_size: int) -> int:
     """Bytes that the largest step needs beyond weights and cache, measured by running it.
 
+    Counted are the bytes that tensors ask for. What the allocator hands out is up to 1 MiB more a tensor and hangs on
+    the blocks that it has at hand, so it would differ from one engine of a process to the next.
+
     The step has ``token_budget`` tokens spread over as many entries as there are rows and tokens for, all of which
     sample. Synchronises the device and resets its peak statistics: call it before serving, on the compute stream.
 
@@ -87,9 +91,10 @@ def measure_activation_peak(model: DecoderModel, *, token_budget: int, max_rows:
     lens = tuple(tokens // entries + (i < tokens % entries) for i in range(entries))
     inputs = idle_inputs(lens, max_rows=max_rows, block_size=block_size, device=device)
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    with torch.inference_mode():
+    with torch.inference_mode(), without_garbage_collection():
+        torch.cuda.reset_peak_memory_stats(device)
+        before: int = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
         model.forward(inputs, kv)
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.synchronize(device)
+        peak: int = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
+    return peak - before

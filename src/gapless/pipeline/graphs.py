@@ -21,15 +21,14 @@ loads its kernels, and captured right after, while the device works on it: nothi
 only, by the thread that runs it.
 """
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gapless.garbage import without_garbage_collection
 from gapless.layers.forward_inputs import StepBounds
 from gapless.pipeline.batch import ScheduledBatch
 from gapless.pipeline.device_step import DeviceStep
@@ -37,7 +36,12 @@ from gapless.pipeline.layout import StepLayout, StepSizes, layout_of
 from gapless.pipeline.padding import StepBuckets
 from gapless.pipeline.step_buffers import StepBuffers
 
-__all__ = ["CudaRecorder", "GraphCounts", "GraphedStep", "Recorder", "Recording"]
+__all__ = ["SMALL_TENSORS_BYTES", "CudaRecorder", "GraphCounts", "GraphedStep", "Recorder", "Recording"]
+
+# PyTorch's allocator keeps tensors of up to 1 MiB apart from larger ones, in segments of 2 MiB.
+_SMALL_TENSOR_BYTES = 1 << 20
+_NUM_SMALL_TENSORS = 8
+SMALL_TENSORS_BYTES = _NUM_SMALL_TENSORS * _SMALL_TENSOR_BYTES
 
 
 class Recording(Protocol):
@@ -55,10 +59,19 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs that share one memory pool."""
+    """Captures CUDA graphs that share one memory pool.
 
-    def __init__(self) -> None:
+    Args:
+        pool_bytes: how large the pool is made before the first capture, more than ``SMALL_TENSORS_BYTES``; 0 lets it
+            grow with what graphs ask for. It would then be pieces of many sizes, which fit the next graph's tensors
+            badly, and how many there are would hang on the order of captures.
+    """
+
+    def __init__(self, pool_bytes: int = 0) -> None:
+        assert pool_bytes == 0 or pool_bytes > SMALL_TENSORS_BYTES, pool_bytes
         self._pool = torch.cuda.graph_pool_handle()
+        self._reserve_bytes = pool_bytes
+        self._reserve: Recording | None = None
 
     @property
     def pool_bytes(self) -> int:
@@ -74,8 +87,14 @@ class CudaRecorder:
         the process (the user's own, another engine) go on allocating memory and waiting for events meanwhile. Garbage
         is not collected meanwhile: in it may be the graphs of an earlier engine, and to destroy one is such a call.
         """
+        if self._reserve is None and self._reserve_bytes:
+            # On the stream of the graphs, whose memory it is. The pool lives as long as a graph of it.
+            self._reserve = self._capture(lambda: _allocate(self._reserve_bytes))
+        return self._capture(work)
+
+    def _capture(self, work: Callable[[], None]) -> Recording:
         graph = torch.cuda.CUDAGraph()
-        with _without_garbage_collection():
+        with without_garbage_collection():
             # The random generator's own tensors are made here; as inference tensors they would fail a later capture of
             # the user's outside of inference mode.
             with torch.inference_mode(mode=False):
@@ -87,16 +106,12 @@ class CudaRecorder:
         return graph
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """No cycle of objects is collected in this process, by any thread, until the end of the block."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def _allocate(num_bytes: int) -> None:
+    """Take memory from the driver and leave it to the allocator: one piece, and pieces for small tensors."""
+    small = [torch.empty(_SMALL_TENSOR_BYTES, dtype=torch.uint8, device="cuda") for _ in range(_NUM_SMALL_TENSORS)]
+    piece = torch.empty(num_bytes - SMALL_TENSORS_BYTES, dtype=torch.uint8, device="cuda")
+    piece[:1].zero_()  # a graph of nothing at all would be warned about
+    del small
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

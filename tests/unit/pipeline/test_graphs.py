@@ -1,6 +1,5 @@
 """Which steps are recorded and replayed, over closures in place of CUDA graphs (as in the simulation)."""
 
-import gc
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ from gapless.errors import EngineDeadError
 from gapless.layers.forward_inputs import ForwardInputs
 from gapless.pipeline.batch import BatchBuilder, BatchEntry, ScheduledBatch
 from gapless.pipeline.device_step import DeviceStep
-from gapless.pipeline.graphs import GraphCounts, GraphedStep, _without_garbage_collection
+from gapless.pipeline.graphs import GraphCounts, GraphedStep
 from gapless.pipeline.logprobs import LogprobLimits, PromptSpan
 from gapless.pipeline.padding import StepBuckets, decode_buckets, idle_decode_batch, idle_mixed_batch
 from gapless.pipeline.step_buffers import BufferLimits, StepBuffers
@@ -243,20 +242,3 @@ def test_a_cpu_launches_everything_and_pads_nothing(cuda_graphs: bool) -> None:
     built.engine.shutdown()
 
     assert isinstance(built.executor, DeviceStep)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_is_not_collected_within_the_block_and_the_setting_comes_back(enabled: bool) -> None:
-    def fails_within() -> None:
-        with _without_garbage_collection():
-            assert not gc.isenabled()
-            raise KeyError
-
-    was_enabled = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        with pytest.raises(KeyError):
-            fails_within()
-        assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if was_enabled else gc.disable)()
