@@ -25,10 +25,16 @@ values = st.recursive(
 )
 
 
+# So many make a body one that is parsed without keeping the interpreter's lock.
+SPACES = b" " * (512 << 10)
+
+
 @given(st.dictionaries(texts, values, max_size=5), st.booleans())
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_json_is_read_as_it_is(value: dict[str, Any], ascii_only: bool) -> None:
-    assert read_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert read_json(body) == value
+    assert read_json(body + SPACES) == value
 
 
 @given(st.dictionaries(texts, values, min_size=1, max_size=3), st.integers(0, 200), st.binary(max_size=8))
@@ -41,6 +47,13 @@ def test_whatever_comes_is_read_or_refused(value: dict[str, Any], place: int, no
         content = {"status": refused.status}
     assert isinstance(content, dict)
     assert content.get("status", 400) == 400 or "status" in value
+
+
+@pytest.mark.parametrize("spaces", [b"", SPACES])
+def test_the_limit_of_digits(spaces: bytes) -> None:
+    assert read_json(b'{"a": -%b}' % (b"9" * 4000) + spaces) == {"a": 1 - 10**4000}
+    with pytest.raises(ApiError, match="an integer of hundreds of digits or more"):
+        read_json(b'{"a": -%b}' % (b"9" * 5000) + spaces)
 
 
 def nested(depth: int) -> bytes:
