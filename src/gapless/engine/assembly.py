@@ -150,8 +150,9 @@ def build_engine(
     progress = progress or NoProgress()
     queues: Queues = CpuQueues(delays) if device.type == "cpu" else CudaQueues(device)
     loaded = _load(model, config, kernels, queues, progress)
-    pool_bytes = graph_pool_bytes(config, loaded.model) if device.type == "cuda" and config.cuda_graphs else 0
-    kv = _make_cache(config, loaded, progress, pool_bytes)
+    progress.stage("allocate KV cache")
+    pool_bytes = graph_pool_bytes(config, loaded.model)
+    kv = _make_cache(config, loaded, pool_bytes)
     max_model_len = _max_model_len(config, loaded, kv)
     parts = _make_parts(config, loaded, kv, queues, kernels, max_model_len, pool_bytes, logits_processor)
     engine = Engine(
@@ -204,8 +205,7 @@ def _load(
     return loaded
 
 
-def _make_cache(config: EngineConfig, loaded: LoadedModel, progress: Progress, pool_bytes: int) -> KVCache:
-    progress.stage("allocate KV cache")
+def _make_cache(config: EngineConfig, loaded: LoadedModel, pool_bytes: int) -> KVCache:
     shape = kv_shape(loaded.spec, loaded.dtype)
     model_len = config.max_model_len or loaded.config_max_model_len
     plan = plan_kv_cache(config, loaded.model, shape, model_len=model_len, pool_bytes=pool_bytes)
@@ -254,7 +254,7 @@ def _make_parts(
     runner = ModelRunner(loaded.model, kv)
     step = make_device_step(config, runner, limits, kernels, max_blocks=max_blocks, processor=processor)
     executor: StepExecutor = step
-    if buckets is not None and config.cuda_graphs:
+    if buckets is not None and pool_bytes:
         executor = GraphedStep(step, CudaRecorder(pool_bytes), buckets)
     timeline = _timeline_of(config, loaded, queues) if config.timeline else None
     ring = Ring(

@@ -86,7 +86,7 @@ def _available_bytes(config: EngineConfig, model: DecoderModel, pool_bytes: int)
     peak = measure_activation_peak(
         model, token_budget=config.step_tokens, max_rows=config.max_rows, block_size=config.block_size
     )
-    if config.cuda_graphs:
+    if pool_bytes:
         peak += _graph_bytes(config, model, pool_bytes)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
@@ -100,7 +100,12 @@ def _available_bytes(config: EngineConfig, model: DecoderModel, pool_bytes: int)
 
 
 def graph_pool_bytes(config: EngineConfig, model: DecoderModel) -> int:
-    """How large the memory pool of CUDA graphs is to be: for the largest step's activations, and some to spare."""
+    """How large the memory pool of CUDA graphs is to be: for the largest step's activations, and some to spare.
+
+    0 where there are no graphs.
+    """
+    if model.device.type != "cuda" or not config.cuda_graphs:
+        return 0
     rows, largest = config.max_rows, _largest_graphed(config, model)
     peak = measure_activation_peak(model, token_budget=largest, max_rows=rows, block_size=config.block_size)
     return int(peak * _POOL_SLACK) + _POOL_SPARE_BYTES + SMALL_TENSORS_BYTES
